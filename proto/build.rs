@@ -5,28 +5,15 @@ use std::{env, fs};
 
 use ttrpc_codegen::{Codegen, Customize};
 
-const PROTOS: &[&str] = &[
-    "agent",
-    "csi",
-    "guest",
-    "hub",
-    "hypervisor",
-    "intercept",
-    "node",
-    "podvminfo",
-    "provider",
-    "relay",
-    "ttrpc_frame",
-    "volumes",
-];
-
 fn main() -> std::io::Result<()> {
     println!("cargo::rerun-if-changed=protos");
     let out = env::var("OUT_DIR").expect("cargo sets OUT_DIR for build scripts");
-    let inputs: Vec<String> = PROTOS.iter().map(|name| format!("protos/{name}.proto")).collect();
+    let mut protos =
+        fs::read_dir("protos")?.map(|one| Ok(one?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    protos.sort();
     Codegen::new()
         .out_dir(&out)
-        .inputs(&inputs)
+        .inputs(&protos)
         .include("protos")
         .rust_protobuf()
         .customize(Customize { async_all: true, ..Default::default() })
@@ -39,10 +26,12 @@ fn main() -> std::io::Result<()> {
 
     // The generated files begin with inner attributes, so they must be modules of their own, not included.
     let mut modules = String::new();
-    for name in PROTOS.iter().flat_map(|name| [name.to_string(), format!("{name}_ttrpc")]) {
-        let path = format!("{out}/{name}.rs");
-        if fs::exists(&path)? {
-            writeln!(modules, "#[path = {path:?}]\npub mod {name};").expect("writing to a String");
+    for proto in protos.iter().filter_map(|proto| proto.file_stem()?.to_str()) {
+        for name in [proto.to_owned(), format!("{proto}_ttrpc")] {
+            let path = format!("{out}/{name}.rs");
+            if fs::exists(&path)? {
+                writeln!(modules, "#[path = {path:?}]\npub mod {name};").expect("writing to a String");
+            }
         }
     }
     fs::write(format!("{out}/modules.rs"), modules)

@@ -38,14 +38,9 @@ pub enum Error {
         /// The cause.
         error: kube::Error,
     },
-    /// No answer arrived before the deadline.
-    #[error("{what}: the API server did not answer within {after:?}")]
-    Late {
-        /// The attempted operation and its object.
-        what: String,
-        /// The deadline.
-        after: Duration,
-    },
+    /// No answer to this operation arrived before the deadline.
+    #[error("{0}: the API server did not answer within {ANSWER:?}")]
+    Late(String),
 }
 
 impl Error {
@@ -114,23 +109,21 @@ fn is_unknown_kind(status: &Status) -> bool {
 /// # Errors
 /// [`Error::Config`] when no address or no credentials can be read.
 pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Error> {
-    let unusable = |error: &dyn std::error::Error| Error::Config(chain(error));
-    let mut config = match kubeconfig {
-        Some(path) => {
-            let read = Kubeconfig::read_from(path).map_err(|error| unusable(&error))?;
-            Config::from_custom_kubeconfig(read, &KubeConfigOptions::default())
-                .await
-                .map_err(|error| unusable(&error))?
-        }
-        None => Config::infer().await.map_err(|error| unusable(&error))?,
-    };
+    let unusable = |error: BoxError| Error::Config(chain(error.as_ref()));
+    let mut config = read(kubeconfig).await.map_err(unusable)?;
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
     // The idle time of a pooled connection does not count as silence.
     config.reset_reader_on_write = true;
     let address = config.cluster_url.to_string();
-    let builder = ClientBuilder::try_from(config).map_err(|error| unusable(&error))?;
+    let builder = ClientBuilder::try_from(config).map_err(|error| unusable(error.into()))?;
     Ok(builder.with_layer(&MapErrLayer::new(move |error| unanswered(&address, error))).build())
+}
+
+async fn read(kubeconfig: Option<&Path>) -> Result<Config, BoxError> {
+    let Some(path) = kubeconfig else { return Ok(Config::infer().await?) };
+    let read = Kubeconfig::read_from(path)?;
+    Ok(Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await?)
 }
 
 /// Adds the server's address to an error, except to an error of the client itself (about credentials, for instance).
@@ -153,7 +146,7 @@ pub async fn within<T>(
     match timeout(ANSWER, call).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => Err(Error::Api { what: what.into(), error }),
-        Err(_) => Err(Error::Late { what: what.into(), after: ANSWER }),
+        Err(_) => Err(Error::Late(what.into())),
     }
 }
 

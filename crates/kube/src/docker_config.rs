@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::value::RawValue;
 use zeroize::Zeroizing;
 
@@ -65,8 +65,7 @@ pub enum Bad {
 
 type Entries = BTreeMap<String, Box<RawValue>>;
 
-/// The same type serves for writing and reading.
-#[derive(Deserialize, Serialize)]
+#[derive(Deserialize)]
 struct File {
     #[serde(default)]
     auths: Entries,

@@ -1,7 +1,7 @@
 //! Records ownership in a Lease: the present owner, and a number that grows with each owner.
 //!
-//! * [`take`], [`renew`], [`release`] and [`remove`] are one compare-and-swap each, for an owner that does not run all
-//!   the time. A volume that belongs to a VM has a Lease without a duration, until it is given back.
+//! * [`take`] and [`remove`] are one compare-and-swap each, for an owner that does not run all the time. A volume that
+//!   belongs to a VM has a Lease without a duration, until it is given back.
 //! * [`Election`] holds a Lease for as long as the process can renew it, and reports its loss: several replicas, one
 //!   leader.
 //!
@@ -20,11 +20,11 @@ mod election;
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
-use kube::Api;
 use kube::api::{DeleteParams, ObjectMeta, PostParams, Preconditions};
+use kube::{Api, ResourceExt};
 
 use crate::client::{Error, within};
 
@@ -49,7 +49,7 @@ impl LeaseOwner {
     }
 }
 
-/// A Lease that is held: the state that the next [`renew`] or [`release`] compares with.
+/// A Lease that is held: the state that the next renewal or release compares with.
 #[derive(Clone, Debug)]
 pub struct Held {
     lease: Lease,
@@ -58,7 +58,7 @@ pub struct Held {
 impl Held {
     /// Returns `leaseTransitions`, which is greater than that of each earlier owner.
     pub fn token(&self) -> i32 {
-        spec(&self.lease).lease_transitions.unwrap_or_default()
+        transitions(&self.lease)
     }
 }
 
@@ -71,25 +71,19 @@ pub enum Taken {
     Others {
         /// Identity of that owner.
         holder: String,
-        /// The Lease as it was read. Once it was seen unchanged for [`lasts`], it may be taken with [`take_over`].
+        /// The Lease as it was read. It may be taken over once it was seen unchanged for [`lasts`].
         seen: Lease,
     },
 }
 
 /// Returns how long a Lease belongs to its holder after a renewal; `None`: until it is given back.
 pub fn lasts(lease: &Lease) -> Option<Duration> {
-    let seconds = spec(lease).lease_duration_seconds?;
+    let seconds = lease.spec.as_ref()?.lease_duration_seconds?;
     u64::try_from(seconds).ok().map(Duration::from_secs)
 }
 
-/// Returns the holder of a Lease; `None`: it has no holder.
-pub fn holder(lease: &Lease) -> Option<&str> {
+fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref().filter(|holder| !holder.is_empty())
-}
-
-/// Whether both are the same Lease, unmodified in between.
-pub fn unchanged(one: &Lease, other: &Lease) -> bool {
-    one.metadata.uid == other.metadata.uid && one.metadata.resource_version == other.metadata.resource_version
 }
 
 /// Takes a Lease that has no holder or that an earlier incarnation of the owner holds; makes it where there is none.
@@ -127,11 +121,9 @@ pub async fn take(
     }
 }
 
-/// Takes a Lease exactly as it was seen, from any holder. The caller has made sure that it has lapsed.
-///
-/// # Errors
-/// A conflict when the Lease has changed since; otherwise as [`take`].
-pub async fn take_over(
+/// Takes a Lease exactly as it was seen, from any holder. The caller has made sure that it has lapsed. Fails with a
+/// conflict if the Lease has changed since.
+async fn take_over(
     leases: &Api<Lease>,
     seen: &Lease,
     owner: &LeaseOwner,
@@ -142,25 +134,19 @@ pub async fn take_over(
     replace(leases, lease, "take").await
 }
 
-/// Renews a Lease that is held.
-///
-/// # Errors
-/// A conflict when another owner holds it; otherwise as [`take`].
-pub async fn renew(leases: &Api<Lease>, held: &Held) -> Result<Held, Error> {
-    let mut lease = held.lease.clone();
-    lease.spec.get_or_insert_default().renew_time = Some(now());
-    match replace(leases, lease, "renew").await {
+/// Renews a Lease that is held. Fails with a conflict if another owner holds it.
+async fn renew(leases: &Api<Lease>, held: &Held) -> Result<Held, Error> {
+    let renewed = |mut lease: Lease| {
+        lease.spec.get_or_insert_default().renew_time = Some(now());
+        replace(leases, lease, "renew")
+    };
+    match renewed(held.lease.clone()).await {
         // The Lease was modified (a label, for instance), or an earlier answer was lost. It is still held if the owner
         // is the same.
         Err(error) if error.is_conflict() => {
-            let name = name(&held.lease);
-            let found = within(format!("read lease {name}"), leases.get(name)).await?;
-            if !same_owner(&found, &held.lease) {
-                return Err(error);
-            }
-            let mut lease = found;
-            lease.spec.get_or_insert_default().renew_time = Some(now());
-            replace(leases, lease, "renew").await
+            let name = held.lease.name_any();
+            let found = within(format!("read lease {name}"), leases.get(&name)).await?;
+            if same_owner(&found, &held.lease) { renewed(found).await } else { Err(error) }
         }
         other => other,
     }
@@ -168,13 +154,10 @@ pub async fn renew(leases: &Api<Lease>, held: &Held) -> Result<Held, Error> {
 
 /// Gives the Lease back. The object stays, and with it the count of its owners. A Lease that is no longer held is no
 /// error.
-///
-/// # Errors
-/// As [`take`], but never a conflict.
-pub async fn release(leases: &Api<Lease>, held: &Held) -> Result<(), Error> {
-    let name = name(&held.lease);
+async fn release(leases: &Api<Lease>, held: &Held) -> Result<(), Error> {
+    let name = held.lease.name_any();
     loop {
-        let found = within(format!("read lease {name}"), leases.get_opt(name)).await?;
+        let found = within(format!("read lease {name}"), leases.get_opt(&name)).await?;
         let Some(mut lease) = found.filter(|found| same_owner(found, &held.lease)) else { return Ok(()) };
         lease.spec.get_or_insert_default().holder_identity = None;
         match replace(leases, lease, "give back").await {
@@ -195,9 +178,8 @@ pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(
     loop {
         let found = within(format!("read lease {name}"), leases.get_opt(name)).await?;
         let Some(lease) = found.filter(|found| holder(found) == Some(identity)) else { return Ok(()) };
-        let as_read =
-            Preconditions { uid: lease.metadata.uid, resource_version: lease.metadata.resource_version };
-        let params = DeleteParams { preconditions: Some(as_read), ..DeleteParams::default() };
+        let as_read = Preconditions { uid: lease.uid(), resource_version: lease.resource_version() };
+        let params = DeleteParams::default().preconditions(as_read);
         match within(format!("delete lease {name}"), leases.delete(name, &params)).await {
             Err(error) if error.is_conflict() => {}
             Err(error) if error.is_not_found() => return Ok(()),
@@ -208,24 +190,16 @@ pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(
 
 /// Compares holder, incarnation and count.
 fn same_owner(one: &Lease, other: &Lease) -> bool {
-    let incarnation = |lease: &Lease| {
-        lease
-            .metadata
-            .annotations
-            .as_ref()
-            .and_then(|notes| notes.get(INCARNATION))
-            .cloned()
-            .unwrap_or_default()
-    };
-    one.metadata.uid == other.metadata.uid
+    one.uid() == other.uid()
         && holder(one) == holder(other)
-        && incarnation(one) == incarnation(other)
-        && spec(one).lease_transitions == spec(other).lease_transitions
+        && one.annotations().get(INCARNATION) == other.annotations().get(INCARNATION)
+        && transitions(one) == transitions(other)
 }
 
 fn hand_to(lease: &mut Lease, owner: &LeaseOwner, duration: Option<Duration>) {
+    let count = transitions(lease).saturating_add(1);
     let spec = lease.spec.get_or_insert_default();
-    spec.lease_transitions = Some(spec.lease_transitions.map_or(1, |count| count.saturating_add(1)));
+    spec.lease_transitions = Some(count);
     spec.holder_identity = Some(owner.identity.clone());
     spec.lease_duration_seconds =
         duration.map(|duration| i32::try_from(duration.as_secs().max(1)).unwrap_or(i32::MAX));
@@ -240,18 +214,15 @@ fn hand_to(lease: &mut Lease, owner: &LeaseOwner, duration: Option<Duration>) {
 }
 
 async fn replace(leases: &Api<Lease>, lease: Lease, verb: &str) -> Result<Held, Error> {
-    let what = format!("{verb} lease {}", name(&lease));
+    let name = lease.name_any();
     // The Lease contains its resourceVersion, which makes this the compare-and-swap.
-    let done = within(what, leases.replace(name(&lease), &PostParams::default(), &lease)).await?;
+    let post = PostParams::default();
+    let done = within(format!("{verb} lease {name}"), leases.replace(&name, &post, &lease)).await?;
     Ok(Held { lease: done })
 }
 
-fn name(lease: &Lease) -> &str {
-    lease.metadata.name.as_deref().unwrap_or_default()
-}
-
-fn spec(lease: &Lease) -> LeaseSpec {
-    lease.spec.clone().unwrap_or_default()
+fn transitions(lease: &Lease) -> i32 {
+    lease.spec.as_ref().and_then(|spec| spec.lease_transitions).unwrap_or_default()
 }
 
 /// The time is written for people, and so that watchers see a change. No process compares it with its own clock.
@@ -260,16 +231,18 @@ fn now() -> MicroTime {
 }
 
 /// Watches a Lease of another owner: records, by the local clock, when it was last seen to change.
-#[derive(Debug, Default)]
-pub struct Watched {
+#[derive(Default)]
+struct Watched {
     last: Option<(Lease, Instant)>,
 }
 
 impl Watched {
     /// Records the Lease as read at `at`. Returns true when it has not changed for its whole duration and may be taken.
-    pub fn expired(&mut self, seen: &Lease, at: Instant) -> bool {
+    fn expired(&mut self, seen: &Lease, at: Instant) -> bool {
         match &self.last {
-            Some((last, since)) if unchanged(last, seen) => {
+            Some((last, since))
+                if last.uid() == seen.uid() && last.resource_version() == seen.resource_version() =>
+            {
                 lasts(seen).is_some_and(|lasts| at.duration_since(*since) >= lasts)
             }
             _ => {

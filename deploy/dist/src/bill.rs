@@ -10,74 +10,43 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::Words;
 use crate::tree::TOOLS;
 
-/// Subject of a bill.
-pub(crate) struct Of<'a> {
-    pub(crate) workspace: &'a Path,
-    /// Pairs of program and package.
-    pub(crate) programs: &'a [(String, String)],
-    pub(crate) features: &'a str,
-    pub(crate) target: Option<&'a str>,
-    pub(crate) tree: &'a Path,
-}
-
-/// Returns the number of components that a bill lists.
-pub(crate) fn count(bill: &Value) -> usize {
-    bill["components"].as_array().map_or(0, Vec::len)
-}
-
-/// Returns the bill of materials.
-///
-/// # Errors
-/// When `cargo metadata` fails, or a package is not in the workspace.
-pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
-    let metadata = metadata(of)?;
+/// Returns the bill of materials of the programs in `tree`. Fails if `cargo metadata` fails, or a package is not in the
+/// workspace.
+pub(crate) fn bill(words: &Words, tree: &Path) -> Result<Value> {
+    let metadata = metadata(words)?;
     let packages = by_id(&metadata)?;
     let edges = linked(&metadata)?;
-    let lock = std::fs::read_to_string(of.workspace.join("Cargo.lock")).context("read Cargo.lock")?;
+    let lock = std::fs::read_to_string(words.workspace.join("Cargo.lock")).context("read Cargo.lock")?;
     let checksums = checksums(&lock)?;
-    let mut roots = BTreeSet::new();
-    let mut programs = Vec::new();
-    for (program, package) in of.programs {
+    let (mut roots, mut programs, mut depends) = (BTreeSet::new(), Vec::new(), Vec::new());
+    for (program, package) in &words.programs {
         let (id, about) = packages
             .iter()
             .find(|(_, about)| about["name"] == json!(package) && about["source"].is_null())
             .with_context(|| format!("package {package} is not in the workspace"))?;
-        let file = std::fs::read(of.tree.join("usr/bin").join(program))?;
         roots.insert(id.clone());
-        programs.push(json!({
-            "type": "application", "bom-ref": format!("file:/usr/bin/{program}"), "name": program,
-            "version": about["version"],
-            "hashes": [{"alg": "SHA-256", "content": hex::encode(Sha256::digest(file))}],
-        }));
+        let one = file(tree, &format!("usr/bin/{program}"), &text(&about["version"]))?;
+        depends.push(json!({"ref": one["bom-ref"], "dependsOn": [name(about)]}));
+        programs.push(one);
     }
     for (tool, package) in TOOLS {
-        let file = std::fs::read(of.tree.join("usr/sbin").join(tool))?;
-        programs.push(json!({
-            "type": "application", "bom-ref": format!("file:/usr/sbin/{tool}"), "name": tool,
-            "version": version_of(package)?, "group": package,
-            "hashes": [{"alg": "SHA-256", "content": hex::encode(Sha256::digest(file))}],
-        }));
+        let mut one = file(tree, &format!("usr/sbin/{tool}"), &version_of(package)?)?;
+        one["group"] = json!(package);
+        programs.push(one);
     }
     let used = reach(roots, &edges);
     let mut components: Vec<Value> =
         used.iter().filter_map(|id| packages.get(id)).map(|about| component(about, &checksums)).collect();
     components.sort_by_key(|one| one["bom-ref"].to_string());
     components.extend(programs);
-    let mut depends: Vec<Value> = used
-        .iter()
-        .filter_map(|id| {
-            let mut on: Vec<String> =
-                edges.get(id)?.iter().filter_map(|to| packages.get(to).map(name)).collect();
-            on.sort();
-            Some(json!({"ref": name(packages.get(id)?), "dependsOn": on}))
-        })
-        .collect();
-    for (program, package) in of.programs {
-        let on = packages.values().find(|about| about["name"] == json!(package) && about["source"].is_null());
-        depends.push(json!({"ref": format!("file:/usr/bin/{program}"), "dependsOn": on.map(name)}));
-    }
+    depends.extend(used.iter().filter_map(|id| {
+        let on: BTreeSet<String> =
+            edges.get(id)?.iter().filter_map(|to| packages.get(to).map(name)).collect();
+        Some(json!({"ref": name(packages.get(id)?), "dependsOn": on}))
+    }));
     depends.sort_by_key(|one| one["ref"].to_string());
     Ok(json!({
         "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
@@ -87,32 +56,38 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
     }))
 }
 
+/// Returns the component of a program's file in the tree.
+fn file(tree: &Path, path: &str, version: &str) -> Result<Value> {
+    let bytes = std::fs::read(tree.join(path)).with_context(|| format!("read {path}"))?;
+    Ok(json!({
+        "type": "application", "bom-ref": format!("file:/{path}"), "name": path.rsplit('/').next(),
+        "version": version, "hashes": [{"alg": "SHA-256", "content": hex::encode(Sha256::digest(bytes))}],
+    }))
+}
+
 /// Returns the installed version of a distribution's package.
 fn version_of(package: &str) -> Result<String> {
     let mut command = Command::new("dpkg-query");
-    command.args(["--show", "--showformat=${Version}", package]);
-    let output = command.output().context("ask dpkg-query for a package's version")?;
-    ensure!(
-        output.status.success(),
-        "dpkg-query {package}: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    let done = output(command.args(["--show", "--showformat=${Version}", package]))?;
+    Ok(String::from_utf8_lossy(&done).into_owned())
 }
 
-fn metadata(of: &Of<'_>) -> Result<Value> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command.args(["metadata", "--locked", "--format-version", "1"]).current_dir(of.workspace);
-    if let Some(target) = of.target {
+fn metadata(words: &Words) -> Result<Value> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["metadata", "--locked", "--format-version", "1"]).current_dir(&words.workspace);
+    if let Some(target) = &words.target {
         command.args(["--filter-platform", target]);
     }
-    if !of.features.is_empty() {
-        command.args(["--features", of.features]);
+    if !words.features.is_empty() {
+        command.args(["--features", &words.features]);
     }
-    let done = command.output().context("run cargo metadata")?;
-    ensure!(done.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&done.stderr).trim());
-    Ok(serde_json::from_slice(&done.stdout)?)
+    Ok(serde_json::from_slice(&output(&mut command)?)?)
+}
+
+fn output(command: &mut Command) -> Result<Vec<u8>> {
+    let done = command.output().with_context(|| format!("run {command:?}"))?;
+    ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    Ok(done.stdout)
 }
 
 fn list<'a>(value: &'a Value, what: &str) -> Result<&'a Vec<Value>> {

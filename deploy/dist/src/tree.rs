@@ -20,9 +20,6 @@ const PASSWD: &str = "root:x:0:0:root:/:/sbin/nologin\npeerpod:x:65532:65532:pee
 const GROUP: &str = "root:x:0:\npeerpod:x:65532:\n";
 
 /// Makes the tree anew, and returns its files with their sizes.
-///
-/// # Errors
-/// When a program or library does not exist, or the tree cannot be written.
 pub(crate) fn make(
     from: &Path,
     programs: &[&str],

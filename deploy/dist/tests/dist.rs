@@ -91,6 +91,11 @@ fn the_tree_is_all_that_the_programs_need() {
         "what is linked is on the bill"
     );
     assert_eq!((named("proptest"), named("ttrpc-codegen")), (0, 0), "what only tests or builds is not");
+    let dependencies = bill["dependencies"].as_array().unwrap();
+    let is_list = |one: &&serde_json::Value| {
+        one["dependsOn"].as_array().is_some_and(|on| on.iter().all(|on| on.is_string()))
+    };
+    assert_eq!(dependencies.iter().find(|one| !is_list(one)), None, "CycloneDX wants a list");
     for one in components
         .iter()
         .filter(|one| one["type"] == "library" && !one["name"].as_str().unwrap().starts_with("peerpod"))

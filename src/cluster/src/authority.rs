@@ -8,18 +8,20 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
+use anyhow::{Context, Result, anyhow};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SerialNumber, SignatureAlgorithm,
-    SigningKey,
+    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SerialNumber,
 };
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize};
-use zeroize::{Zeroize, Zeroizing};
+use zeroize::Zeroizing;
 
-pub mod maintainer;
-pub mod served;
+pub(crate) mod maintainer;
+pub(crate) mod served;
 #[cfg(test)]
 mod tests;
 
@@ -32,45 +34,27 @@ const MAX_COMMON_NAME: usize = 64;
 /// Certificates are valid from an hour before they are made, because clocks differ.
 const SKEW: Duration = Duration::from_secs(3600);
 
-/// Reasons why there is no certificate.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The stored state cannot be used.
-    #[error("the stored CA cannot be used ({0}); delete the Secret, and a new CA is made")]
-    Kept(String),
-    /// The certificate library refused.
-    #[error("{what}: {why}")]
-    Certificate {
-        /// The attempted step.
-        what: &'static str,
-        /// The cause.
-        why: rcgen::Error,
-    },
-    /// The kernel returned no randomness.
-    #[error("random numbers: {0}")]
-    Random(getrandom::Error),
-}
-
-fn failed(what: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
-    move |why| Error::Certificate { what, why }
+/// Returns the error of a stored state that cannot be used.
+fn unusable(why: impl fmt::Display) -> anyhow::Error {
+    anyhow!("the stored CA cannot be used ({why}); delete the Secret, and a new CA is made")
 }
 
 /// Lifetimes of the CA and its certificates.
 #[derive(Clone, Debug)]
-pub struct Policy {
+pub(crate) struct Policy {
     /// Purpose of the CA, which is part of its name.
-    pub name: String,
+    pub(crate) name: String,
     /// Lifetime of a CA. The next one is made when a third of it is left.
-    pub validity: Duration,
+    pub(crate) validity: Duration,
     /// Longest lifetime of a certificate that the CA signs.
-    pub leaf: Duration,
+    pub(crate) leaf: Duration,
     /// Time from the publication of the next CA until it signs, so that every client has read it.
-    pub settle: Duration,
+    pub(crate) settle: Duration,
 }
 
 /// All known CAs, oldest first, in the stored form.
 #[derive(Clone, Serialize, Deserialize)]
-pub struct State {
+pub(crate) struct State {
     version: u32,
     cas: Vec<Ca>,
 }
@@ -102,45 +86,34 @@ impl Default for State {
 }
 
 impl State {
-    /// Reads the stored state.
-    ///
-    /// # Errors
-    /// [`Error::Kept`].
-    pub fn read(bytes: &[u8]) -> Result<State, Error> {
-        let kept = |why: &str| Error::Kept(why.to_owned());
+    pub(crate) fn read(bytes: &[u8]) -> Result<State> {
+        // The text of serde's error could repeat a part of a key.
         let state: State = serde_json::from_slice(bytes).map_err(|why| {
-            Error::Kept(format!("line {} column {}: no JSON of our form", why.line(), why.column()))
+            unusable(format!("line {} column {}: no JSON of our form", why.line(), why.column()))
         })?;
         if state.version != VERSION {
-            return Err(Error::Kept(format!("version {}, and this program knows {VERSION}", state.version)));
+            return Err(unusable(format!("version {}, and this program knows {VERSION}", state.version)));
         }
         if state.cas.is_empty() || state.cas.len() > MOST {
-            return Err(kept("no CA, or too many"));
+            return Err(unusable("no CA, or too many"));
         }
         for ca in &state.cas {
-            CertificateDer::from_pem_slice(ca.certificate.as_bytes())
-                .map_err(|_| kept("a certificate is no PEM"))?;
-            if !ca.key.is_empty() {
+            if ca.key.is_empty() {
+                ca.certificate()?;
+            } else {
                 ca.signer()?;
             }
         }
         Ok(state)
     }
 
-    /// Returns the form to be stored.
-    ///
-    /// # Errors
-    /// [`Error::Kept`].
-    pub fn write(&self) -> Result<Zeroizing<Vec<u8>>, Error> {
-        serde_json::to_vec(self).map(Zeroizing::new).map_err(|why| Error::Kept(why.to_string()))
+    pub(crate) fn write(&self) -> Result<Zeroizing<Vec<u8>>> {
+        Ok(Zeroizing::new(serde_json::to_vec(self).context("write the CA")?))
     }
 
     /// Applies the passage of time: makes the first or the next CA, removes an old one. Returns whether the state
     /// changed.
-    ///
-    /// # Errors
-    /// The kernel returned no randomness, or the CA could not be made.
-    pub fn advance(&mut self, policy: &Policy, now: SystemTime) -> Result<bool, Error> {
+    pub(crate) fn advance(&mut self, policy: &Policy, now: SystemTime) -> Result<bool> {
         let at = seconds(now);
         let before = self.cas.len();
         self.cas.retain(|ca| ca.not_after > at);
@@ -169,7 +142,7 @@ impl State {
     }
 
     /// Records that the whole bundle was seen published. Returns whether the state changed.
-    pub fn published(&mut self, now: SystemTime) -> bool {
+    pub(crate) fn published(&mut self, now: SystemTime) -> bool {
         let mut news = false;
         for ca in self.cas.iter_mut().filter(|ca| ca.published.is_none()) {
             ca.published = Some(seconds(now));
@@ -179,7 +152,7 @@ impl State {
     }
 
     /// Returns every CA to be trusted at `now` in PEM, the signing CA first.
-    pub fn bundle(&self, policy: &Policy, now: SystemTime) -> String {
+    pub(crate) fn bundle(&self, policy: &Policy, now: SystemTime) -> String {
         let signs = self.signs(policy, now);
         let live = |(_, ca): &(usize, &Ca)| ca.not_after > seconds(now);
         let mut cas: Vec<_> = self.cas.iter().enumerate().filter(live).collect();
@@ -187,13 +160,10 @@ impl State {
         cas.into_iter().map(|(_, ca)| ca.certificate.as_str()).collect()
     }
 
-    /// Returns the CA that signs at `now`.
-    ///
-    /// # Errors
-    /// There is none because [`State::advance`] was not called, or its key is unusable.
-    pub fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Signer, Error> {
-        let none = || Error::Kept("no CA that is still valid".to_owned());
-        self.signs(policy, now).and_then(|index| self.cas.get(index)).ok_or_else(none)?.signer()
+    /// Returns the CA that signs at `now`. There is one after [`State::advance`].
+    pub(crate) fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Signer> {
+        let signs = self.signs(policy, now).ok_or_else(|| unusable("no CA that is still valid"))?;
+        self.cas[signs].signer()
     }
 
     /// Returns the newest CA with a settled publication. Where there is none, returns the oldest valid one: then no
@@ -209,116 +179,88 @@ impl State {
 }
 
 impl Ca {
-    fn make(policy: &Policy, now: SystemTime) -> Result<Ca, Error> {
-        let key = Key(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make the CA's key"))?);
+    fn make(policy: &Policy, now: SystemTime) -> Result<Ca> {
+        let key = new_key()?;
         let mut tag = [0; 4];
-        getrandom::fill(&mut tag).map_err(Error::Random)?;
+        getrandom::fill(&mut tag).context("random numbers")?;
         // Names differ, so that two CAs of one bundle cannot be confused.
         let name = format!("{} {:08x}", policy.name, u32::from_be_bytes(tag));
         let mut params = params(&name, now, now + policy.validity)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let certificate = params.self_signed(&key).map_err(failed("make the CA's certificate"))?;
-        let secret = Zeroizing::new(key.0.serialize_der());
+        let certificate = params.self_signed(&*key).context("make the CA's certificate")?;
         Ok(Ca {
             certificate: pem("CERTIFICATE", certificate.der()),
-            key: Zeroizing::new(pem("PRIVATE KEY", &secret)),
+            key: Zeroizing::new(pem("PRIVATE KEY", key.serialized_der())),
             not_after: seconds(now + policy.validity),
             published: None,
         })
     }
 
-    fn signer(&self) -> Result<Signer, Error> {
-        let kept = |why: &str| Error::Kept(why.to_owned());
-        let certificate = CertificateDer::from_pem_slice(self.certificate.as_bytes())
-            .map_err(|_| kept("a certificate is no PEM"))?;
-        let der =
-            PrivatePkcs8KeyDer::from_pem_slice(self.key.as_bytes()).map_err(|_| kept("a key is no PEM"))?;
+    fn certificate(&self) -> Result<CertificateDer<'static>> {
+        CertificateDer::from_pem_slice(self.certificate.as_bytes())
+            .map_err(|_| unusable("a certificate is no PEM"))
+    }
+
+    fn signer(&self) -> Result<Signer> {
+        let certificate = self.certificate()?;
+        let der = PrivatePkcs8KeyDer::from_pem_slice(self.key.as_bytes())
+            .map_err(|_| unusable("a key is no PEM"))?;
         let key = KeyPair::from_pkcs8_der_and_sign_algo(&der, &PKCS_ECDSA_P256_SHA256);
-        let key = Key(key.map_err(|_| kept("a key is no P-256 key"))?);
-        let fits = certificate.windows(65).any(|window| window == key.der_bytes());
-        let issuer = Issuer::from_ca_cert_der(&certificate, key)
-            .map_err(|_| kept("a certificate belongs to no CA"))?;
-        if !fits {
-            return Err(kept("a key does not belong to its certificate"));
+        let key = Zeroizing::new(key.map_err(|_| unusable("a key is no P-256 key"))?);
+        Issuer::from_ca_cert_der(&certificate, &*key)
+            .map_err(|_| unusable("a certificate belongs to no CA"))?;
+        if !certificate.windows(65).any(|window| window == key.der_bytes()) {
+            return Err(unusable("a key does not belong to its certificate"));
         }
         let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(self.not_after);
-        Ok(Signer { certificate: certificate.into_owned(), not_after, issuer })
+        Ok(Signer { certificate, not_after, key })
     }
 }
 
 /// A CA that can sign.
-pub struct Signer {
-    certificate: CertificateDer<'static>,
+pub(crate) struct Signer {
+    pub(crate) certificate: CertificateDer<'static>,
     not_after: SystemTime,
-    issuer: Issuer<'static, Key>,
+    key: Zeroizing<KeyPair>,
 }
 
 /// A server's certificate and key.
-pub struct Leaf {
+pub(crate) struct Leaf {
     /// DER, leaf first.
-    pub chain: Vec<CertificateDer<'static>>,
+    pub(crate) chain: Vec<CertificateDer<'static>>,
     /// Private key, which rustls wipes on drop.
-    pub key: PrivateKeyDer<'static>,
-    /// End of the certificate's validity.
-    pub not_after: SystemTime,
+    pub(crate) key: PrivateKeyDer<'static>,
+    pub(crate) not_after: SystemTime,
 }
 
 impl Signer {
-    /// Returns the CA's own certificate.
-    pub fn certificate(&self) -> &CertificateDer<'static> {
-        &self.certificate
-    }
-
     /// Makes a key and a certificate for a server of these names (DNS names or addresses).
-    ///
-    /// # Errors
-    /// One of the names is invalid.
-    pub fn server(&self, names: &[String], now: SystemTime, validity: Duration) -> Result<Leaf, Error> {
-        let key = Key(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make a server's key"))?);
+    pub(crate) fn server(&self, names: &[String], now: SystemTime, validity: Duration) -> Result<Leaf> {
+        let key = new_key()?;
         let not_after = (now + validity).min(self.not_after);
         let mut params = params(names.first().map_or("peerpod", String::as_str), now, not_after)?;
-        let named = CertificateParams::new(names).map_err(failed("name a server"))?;
-        params.subject_alt_names = named.subject_alt_names;
+        params.subject_alt_names = CertificateParams::new(names).context("name a server")?.subject_alt_names;
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.use_authority_key_identifier_extension = true;
-        let signed = params.signed_by(&key, &self.issuer).map_err(failed("sign a server's certificate"))?;
-        let secret = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.0.serialize_der()));
+        let issuer = Issuer::from_ca_cert_der(&self.certificate, &*self.key).context("read the CA")?;
+        let signed = params.signed_by(&*key, &issuer).context("sign a server's certificate")?;
+        let secret = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
         Ok(Leaf { chain: vec![signed.der().clone(), self.certificate.clone()], key: secret, not_after })
     }
 }
 
-/// Key that is wiped on drop.
-struct Key(KeyPair);
-
-impl Drop for Key {
-    fn drop(&mut self) {
-        self.0.zeroize();
-    }
-}
-
-impl PublicKeyData for Key {
-    fn der_bytes(&self) -> &[u8] {
-        self.0.der_bytes()
-    }
-
-    fn algorithm(&self) -> &'static SignatureAlgorithm {
-        self.0.algorithm()
-    }
-}
-
-impl SigningKey for Key {
-    fn sign(&self, message: &[u8]) -> Result<Vec<u8>, rcgen::Error> {
-        self.0.sign(message)
-    }
+/// Makes a key, which is wiped on drop.
+fn new_key() -> Result<Zeroizing<KeyPair>> {
+    Ok(Zeroizing::new(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("make a key")?))
 }
 
 /// Returns parameters with a common name as the only subject, the dates, and a random serial number.
-fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams, Error> {
+fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams> {
     let mut serial = [0; 16];
-    getrandom::fill(&mut serial).map_err(Error::Random)?;
+    getrandom::fill(&mut serial).context("random numbers")?;
     serial[0] = serial[0] & 0x7f | 0x40; // positive, and never with leading zeros
     let name: String = name.chars().take(MAX_COMMON_NAME).collect();
     let mut params = CertificateParams::default();
@@ -336,8 +278,6 @@ fn seconds(time: SystemTime) -> u64 {
 
 /// Returns PEM text, which common tools can read.
 fn pem(label: &str, der: &[u8]) -> String {
-    use base64::Engine;
-    use base64::prelude::BASE64_STANDARD;
     let text = Zeroizing::new(BASE64_STANDARD.encode(der));
     let mut pem = String::with_capacity(text.len() + text.len() / 64 + 2 * label.len() + 40);
     pem.push_str(&format!("-----BEGIN {label}-----\n"));

@@ -4,6 +4,17 @@
 //!
 //! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
 //! has mistakes.
+//!
+//! The webhook uses Kubernetes and no provider. The controller uses providers only through their table; it also rolls
+//! out the nodes' DaemonSets ([`rollout`]) and gives nodes the pull secrets of their pods ([`secrets`]). Both roles
+//! share a CA ([`authority`]) and a TLS server ([`serve`]).
+
+mod authority;
+mod controller;
+mod rollout;
+mod secrets;
+mod serve;
+mod webhook;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -12,10 +23,10 @@ use peerpod_base::config::{Mistakes, Printed, Reader, Setting, Sources};
 use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
 use peerpod_base::telemetry::{self, LogConfig};
-use peerpod_cluster::controller;
-use peerpod_cluster::controller::parts::Settings;
-use peerpod_cluster::webhook::{self, WebhookConfig};
 use peerpod_kube::crds;
+
+use crate::controller::Settings;
+use crate::webhook::WebhookConfig;
 
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom \
      resources' definitions), webhook (answer admission reviews), controller (manage the cluster's VMs); \
@@ -66,12 +77,7 @@ const ROLES: [Role; 2] = [
         mine: &["webhook", "kubernetes", "log"],
         read: |reader| {
             let (config, log) = (WebhookConfig::read(reader), LogConfig::read(reader));
-            Box::new(move || {
-                run(&log, async |shutdown| {
-                    webhook::server::build(config).await?.run(&shutdown).await?;
-                    Ok(())
-                })
-            })
+            Box::new(move || run(&log, async |shutdown| webhook::build(config).await?.run(&shutdown).await))
         },
     },
     Role {
@@ -84,7 +90,7 @@ const ROLES: [Role; 2] = [
             Box::new(move || {
                 run(&log, async |shutdown| {
                     let bound = tokio::select! {
-                        bound = controller::app::build(settings, &shutdown) => bound?,
+                        bound = controller::build(settings, &shutdown) => bound?,
                         () = shutdown.wait() => return Ok(()),
                     };
                     bound.run().await
@@ -117,7 +123,10 @@ fn main() -> ExitCode {
         print!("peerpod-cluster {answer}");
         return ExitCode::SUCCESS;
     }
-    match load(role, Sources::from_process(words.into_iter().skip(1), environment())) {
+    let mut sources = Sources::of_this_process();
+    // The role is no setting.
+    sources.flags.remove(0);
+    match load(role, sources) {
         Ok((start, _)) => end(start()),
         Err(mistakes) => {
             eprintln!("peerpod-cluster: {mistakes}");
@@ -141,11 +150,6 @@ fn load(role: &Role, sources: Sources) -> Result<(Start, Printed), Mistakes> {
     let mut reader = Reader::load(sources, role.mine, &others)?;
     let start = (role.read)(&mut reader);
     Ok((start, reader.finish()?))
-}
-
-fn environment() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os()
-        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
 }
 
 /// Returns the settings with their defaults, for `--help` alone.

@@ -1,7 +1,7 @@
 //! Turns PeerPodConfigs into the DaemonSets of node and relay, the webhook's registration and the RuntimeClass.
 //!
 //! The chart puts the manifests, as it would install them itself, into a ConfigMap (`rollout.mode: config`).
-//! [`manifest`] derives from them the objects for a PeerPodConfig; pure. The controller part ([`part`]) applies these
+//! [`manifest`] derives from them the objects for a PeerPodConfig; pure. The controller part ([`run`]) applies these
 //! by server-side apply, so that fields of other managers survive. It writes the nodes' progress to the object's status
 //! ([`status`], pure). The nodes advertise their capacity themselves; they receive only the limit. The webhook's and
 //! the controller's own Deployments belong to the chart.
@@ -17,12 +17,12 @@
 
 mod apply;
 mod config;
-pub mod manifest;
+mod manifest;
 mod offer;
-pub mod status;
+mod status;
 
-pub use apply::part;
-pub use config::RolloutConfig;
+pub(crate) use apply::run;
+pub(crate) use config::RolloutConfig;
 
 /// Field manager of all applied objects.
-pub const MANAGER: &str = "peerpod-rollout";
+const MANAGER: &str = "peerpod-rollout";

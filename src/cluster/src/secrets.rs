@@ -14,8 +14,9 @@ mod config;
 mod limits;
 mod metrics;
 mod pod;
+mod refusal;
 mod service;
 
-pub use config::SecretsConfig;
-pub use metrics::Metrics;
-pub use service::{Error, part};
+pub(crate) use config::SecretsConfig;
+pub(crate) use metrics::Metrics;
+pub(crate) use service::run;

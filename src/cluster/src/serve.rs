@@ -16,13 +16,18 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::RwLock;
 use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
 use peerpod_common::limit::ConnectionLimit;
-use rustls::ServerConfig;
+use rustls::crypto::CryptoProvider;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use rustls::{ServerConfig, SupportedProtocolVersion};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
@@ -36,36 +41,67 @@ const BODY_WITHIN: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_secs(120);
 /// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 1024;
-/// Default limit of connections per address. More are closed at once, so that one caller leaves room for others.
-const PER_ADDRESS: usize = 64;
 
 /// Answer in text or JSON.
-pub type Reply = Response<Full<Bytes>>;
+pub(crate) type Reply = Response<Full<Bytes>>;
 
 /// Answers of a role.
-pub trait Responder: Send + Sync + 'static {
-    /// Responders one request. `peer` is the source address of its connection.
+pub(crate) trait Responder: Send + Sync + 'static {
+    /// Limit of connections per address. More are closed at once, so that one caller leaves room for others.
+    const PER_ADDRESS: usize = 64;
+    /// Maximum lifetime of a connection, after which a caller must open another; `None`: no maximum.
+    const LIFETIME: Option<Duration> = None;
+
+    /// Answers one request. `peer` is the source address of its connection.
     fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> impl Future<Output = Reply> + Send;
 
     /// Notes a failed TLS handshake.
     fn handshake_failed(&self);
+}
 
-    /// Returns the limit of open connections per address.
-    fn connections_per_address(&self) -> usize {
-        PER_ADDRESS
+/// Certificate in use; handshakes fail while there is none. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct InUse(Arc<RwLock<Option<Arc<CertifiedKey>>>>);
+
+impl InUse {
+    pub(crate) fn set(&self, pair: CertifiedKey) {
+        *self.0.write() = Some(Arc::new(pair));
     }
 
-    /// Returns the maximum lifetime of a connection, after which a caller must open another; `None`: no maximum.
-    fn connection_within(&self) -> Option<Duration> {
-        None
+    pub(crate) fn get(&self) -> Option<Arc<CertifiedKey>> {
+        self.0.read().clone()
     }
 }
 
-/// Runs the accept loop.
-pub async fn accept<A: Responder>(listener: TcpListener, tls: Arc<ServerConfig>, role: Arc<A>, drain: Drain) {
-    let tls = TlsAcceptor::from(tls);
+impl ResolvesServerCert for InUse {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.get()
+    }
+}
+
+/// Returns the TLS settings of a port with this certificate.
+pub(crate) fn tls(
+    crypto: Arc<CryptoProvider>,
+    versions: &[&'static SupportedProtocolVersion],
+    certificate: InUse,
+) -> Result<ServerConfig, rustls::Error> {
+    let mut tls = ServerConfig::builder_with_provider(crypto)
+        .with_protocol_versions(versions)?
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(certificate));
+    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(tls)
+}
+
+pub(crate) async fn accept<A: Responder>(
+    listener: TcpListener,
+    tls: ServerConfig,
+    role: Arc<A>,
+    drain: Drain,
+) {
+    let tls = TlsAcceptor::from(Arc::new(tls));
     let places = Arc::new(Semaphore::new(CONNECTIONS));
-    let callers = ConnectionLimit::new(CONNECTIONS, role.connections_per_address());
+    let callers = ConnectionLimit::new(CONNECTIONS, A::PER_ADDRESS);
     let mut acceptor = Acceptor::new("HTTPS port");
     loop {
         // Fails only when the semaphore is closed, which never happens.
@@ -94,9 +130,8 @@ async fn connection<A: Responder>(
     if let Err(why) = stream.set_nodelay(true) {
         debug!(error = %why, "no TCP_NODELAY");
     }
-    let shaken = tokio::time::timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await;
-    let stream = match shaken.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).and_then(|shaken| shaken)
-    {
+    let shaken = timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await;
+    let stream = match shaken.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(stream) => stream,
         Err(why) => {
             role.handshake_failed();
@@ -104,7 +139,6 @@ async fn connection<A: Responder>(
             return;
         }
     };
-    let within = role.connection_within();
     let asked = Arc::new(AtomicBool::new(false));
     let first = silent(asked.clone());
     let service = service_fn(move |request| {
@@ -119,8 +153,8 @@ async fn connection<A: Responder>(
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
     let old = async {
-        match within {
-            Some(within) => tokio::time::sleep(within).await,
+        match A::LIFETIME {
+            Some(lifetime) => sleep(lifetime).await,
             None => std::future::pending().await,
         }
     };
@@ -144,26 +178,25 @@ async fn connection<A: Responder>(
 
 /// Returns when the first request is late, and otherwise never.
 async fn silent(asked: Arc<AtomicBool>) {
-    tokio::time::sleep(FIRST_WITHIN).await;
+    sleep(FIRST_WITHIN).await;
     if asked.load(Ordering::Relaxed) {
         std::future::pending().await
     }
 }
 
-/// Reason for a missing body: a status, and a text for the caller.
-pub type NoBody = (StatusCode, String);
-
-/// Reads the body, of at most `most` bytes.
-///
-/// # Errors
-/// The body is longer than `most`, or does not arrive within 5 s.
-pub async fn body(request: Request<Incoming>, most: usize, what: &str) -> Result<Bytes, NoBody> {
+/// Reads the body, or returns a status and a text for the caller if it is longer than `most` bytes or does not arrive
+/// within 5 s.
+pub(crate) async fn body(
+    request: Request<Incoming>,
+    most: usize,
+    what: &str,
+) -> Result<Bytes, (StatusCode, String)> {
     let long = || (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is longer than {what} can be"));
     // Content-Length announces the size: the request is refused before the body arrives.
     if request.body().size_hint().lower() > most as u64 {
         return Err(long());
     }
-    match tokio::time::timeout(BODY_WITHIN, Limited::new(request.into_body(), most).collect()).await {
+    match timeout(BODY_WITHIN, Limited::new(request.into_body(), most).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(why)) if why.is::<http_body_util::LengthLimitError>() => Err(long()),
         Ok(Err(why)) => Err((StatusCode::BAD_REQUEST, chain(why.as_ref()))),
@@ -171,13 +204,11 @@ pub async fn body(request: Request<Incoming>, most: usize, what: &str) -> Result
     }
 }
 
-/// Returns an answer in plain text.
-pub fn text(status: StatusCode, body: &str) -> Reply {
+pub(crate) fn text(status: StatusCode, body: &str) -> Reply {
     reply(status, "text/plain; charset=utf-8", body.as_bytes().to_vec())
 }
 
-/// Returns an answer of this content type.
-pub fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> Reply {
+pub(crate) fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> Reply {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));

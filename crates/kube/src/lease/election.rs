@@ -1,16 +1,15 @@
 //! Takes part in the election for one Lease and renews it for as long as it can.
 
 use std::collections::hash_map::RandomState;
-use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
-use kube::{Api, Client};
+use kube::Api;
 use tokio::sync::{Mutex, watch};
 use tokio::task::AbortHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{sleep, sleep_until, timeout};
 
 use super::{Held, LeaseOwner, Taken, Watched, release, renew, take, take_over};
 use crate::client::Error;
@@ -21,8 +20,6 @@ const ONE_TRY: Duration = Duration::from_secs(3);
 /// Lease of an election, and its times.
 #[derive(Clone, Debug)]
 pub struct ElectionConfig {
-    /// Namespace of the Lease.
-    pub namespace: String,
     /// Name of the Lease.
     pub name: String,
     /// Identity of this candidate: the pod's name, which one process at a time has.
@@ -46,10 +43,7 @@ pub enum Standing {
         holder: String,
     },
     /// This process leads.
-    Leading {
-        /// Token of the term.
-        token: i32,
-    },
+    Leading,
     /// The API server cannot be reached.
     Unreachable {
         /// The cause.
@@ -73,14 +67,7 @@ pub struct Election {
     standing: watch::Sender<Standing>,
 }
 
-impl fmt::Debug for Election {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Election").field("config", &self.config).field("owner", &self.owner).finish()
-    }
-}
-
 /// Leadership, which lasts until this is dropped or [`Term::lost`] returns.
-#[derive(Debug)]
 pub struct Leader {
     term: Term,
     renewals: AbortHandle,
@@ -101,22 +88,15 @@ struct Shared {
     until: watch::Sender<Option<Instant>>,
 }
 
-impl fmt::Debug for Term {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Term").field("token", &self.shared.token).finish_non_exhaustive()
-    }
-}
-
 impl Election {
-    /// Makes a candidate. Sends no request.
-    pub fn new(client: Client, config: ElectionConfig) -> Election {
+    /// Makes a candidate for one of these Leases. Sends no request.
+    pub fn new(leases: Api<Lease>, config: ElectionConfig) -> Election {
         // The standard library has no random source but the fresh keys of a hasher.
         let chance = RandomState::new().build_hasher().finish();
         let owner = LeaseOwner {
             identity: config.identity.clone(),
             incarnation: format!("{}-{chance:016x}", std::process::id()),
         };
-        let leases = Api::namespaced(client, &config.namespace);
         Election { leases, config, owner, standing: watch::Sender::new(Standing::Asking) }
     }
 
@@ -134,9 +114,7 @@ impl Election {
             match self.attempt(&mut watched).await {
                 Ok(Some(held)) => return self.begin(held, asked),
                 Ok(None) => {}
-                Err(error) => {
-                    self.stands(Standing::Unreachable { why: error.to_string() });
-                }
+                Err(error) => self.stands(Standing::Unreachable { why: error.to_string() }),
             }
             sleep(self.config.retry).await;
         }
@@ -181,7 +159,7 @@ impl Election {
             until: watch::Sender::new(Some(asked + self.config.renew_deadline)),
         };
         let term = Term { shared: Arc::new(shared) };
-        self.standing.send_replace(Standing::Leading { token });
+        self.standing.send_replace(Standing::Leading);
         let (kept, retry, standing) = (term.clone(), self.config.retry, self.standing.clone());
         let renewals = tokio::spawn(async move {
             let why = kept.keep(retry).await;
@@ -228,11 +206,8 @@ impl Term {
     /// # Errors
     /// The term is over.
     pub fn check(&self) -> Result<(), NotHeld> {
-        let until = *self.shared.until.borrow();
-        match until {
-            Some(until) if Instant::now() < until => Ok(()),
-            _ => Err(NotHeld { token: self.shared.token }),
-        }
+        let holds = self.shared.until.borrow().is_some_and(|until| Instant::now() < until);
+        if holds { Ok(()) } else { Err(NotHeld { token: self.shared.token }) }
     }
 
     /// As [`Term::check`], but confirmed by the API server with a renewal. For effects that would do harm if another
@@ -243,10 +218,8 @@ impl Term {
     pub async fn confirm(&self) -> Result<(), NotHeld> {
         self.check()?;
         // Any failure counts: without a confirmation the process does not act.
-        match self.renew().await {
-            Ok(()) => self.check(),
-            Err(_) => Err(NotHeld { token: self.shared.token }),
-        }
+        self.renew().await.map_err(|_| NotHeld { token: self.shared.token })?;
+        self.check()
     }
 
     /// Returns when the term is over, or at once if it is.
@@ -255,7 +228,7 @@ impl Term {
         loop {
             let Some(at) = *until.borrow_and_update() else { return };
             tokio::select! {
-                () = tokio::time::sleep_until(at.into()) => {
+                () = sleep_until(at.into()) => {
                     if self.check().is_err() {
                         return;
                     }
@@ -275,15 +248,8 @@ impl Term {
         let renewed = renew(&self.shared.leases, &held).await?;
         *held = renewed;
         // Never revives a term: one that has ended stays ended.
-        self.shared.until.send_if_modified(|until| match until {
-            Some(at) if Instant::now() < *at => {
-                *until = Some(asked + self.shared.renew_deadline);
-                true
-            }
-            _ => {
-                *until = None;
-                true
-            }
+        self.shared.until.send_modify(|until| {
+            *until = until.filter(|at| Instant::now() < *at).map(|_| asked + self.shared.renew_deadline);
         });
         Ok(())
     }

@@ -1,3 +1,5 @@
+use k8s_openapi::api::coordination::v1::LeaseSpec;
+
 use super::*;
 
 fn lease(version: &str, seconds: Option<i32>) -> Lease {

@@ -4,38 +4,51 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use parking_lot::RwLock;
+use anyhow::Result;
 use rustls::crypto::CryptoProvider;
-use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
-use super::maintainer::{Authority, Current};
+use super::maintainer::{Authority, CaMaintainer, Current};
+use crate::serve::InUse;
 
 /// Delay after a failure.
 const AGAIN: Duration = Duration::from_secs(5);
 /// Longest sleep, because the clock may be set meanwhile.
 const LOOK: Duration = Duration::from_secs(600);
 
-/// Certificate in use. Clones share it.
-#[derive(Clone, Debug)]
-pub struct Served {
-    names: Arc<Vec<String>>,
+impl CaMaintainer {
+    /// Starts the tasks that maintain the CA and the certificate of a server of these names. Calls `issued` after each
+    /// new certificate. Returns the certificate in use, which is empty at first, and the CA.
+    pub(crate) fn serve(
+        self,
+        names: Vec<String>,
+        crypto: Arc<CryptoProvider>,
+        tasks: &mut JoinSet<()>,
+        issued: impl Fn() + Send + 'static,
+    ) -> (InUse, Authority) {
+        let (sender, authority) = watch::channel(None);
+        let in_use = InUse::default();
+        let served = Served { names, validity: self.policy.leaf, crypto, in_use: in_use.clone() };
+        tasks.spawn(self.run(sender));
+        tasks.spawn(served.follow(authority.clone(), issued));
+        (in_use, authority)
+    }
+}
+
+struct Served {
+    names: Vec<String>,
     validity: Duration,
     crypto: Arc<CryptoProvider>,
-    current: Arc<RwLock<Option<Arc<CertifiedKey>>>>,
+    in_use: InUse,
 }
 
 impl Served {
-    /// Returns a server certificate for these names, which is empty until [`Served::follow`] makes it.
-    pub fn new(names: Vec<String>, validity: Duration, crypto: Arc<CryptoProvider>) -> Served {
-        Served { names: Arc::new(names), validity, crypto, current: Arc::default() }
-    }
-
     /// Runs for ever: makes the certificate, and a new one when the CA changes or two thirds of its life are over.
-    /// Calls `issued` after each.
-    pub async fn follow(self, mut authority: Authority, issued: impl Fn()) {
+    async fn follow(self, mut authority: Authority, issued: impl Fn()) {
         let mut renew = SystemTime::UNIX_EPOCH;
         let mut signed_by = Vec::new();
         loop {
@@ -43,11 +56,11 @@ impl Served {
             let now = SystemTime::now();
             let mut pause = renew.duration_since(now).unwrap_or_default();
             if let Some(current) = current
-                && (signed_by != current.signer.certificate().as_ref() || now >= renew)
+                && (signed_by != current.signer.certificate.as_ref() || now >= renew)
             {
                 pause = match self.issue(&current, now) {
                     Ok(until) => {
-                        signed_by = current.signer.certificate().to_vec();
+                        signed_by = current.signer.certificate.to_vec();
                         let life = until.duration_since(now).unwrap_or_default() * 2 / 3;
                         renew = now + life;
                         info!(names = self.names.join(" "), renewed_in = ?life, "certificate made");
@@ -55,7 +68,7 @@ impl Served {
                         life
                     }
                     Err(why) => {
-                        warn!(error = why, "no new certificate; the old one stays in use");
+                        warn!(error = format!("{why:#}"), "no new certificate; the old one stays in use");
                         AGAIN
                     }
                 };
@@ -68,17 +81,9 @@ impl Served {
         }
     }
 
-    fn issue(&self, current: &Current, now: SystemTime) -> Result<SystemTime, String> {
-        let leaf = current.signer.server(&self.names, now, self.validity).map_err(|why| why.to_string())?;
-        let pair = CertifiedKey::from_der(leaf.chain, leaf.key, &self.crypto);
-        let pair = Arc::new(pair.map_err(|why| why.to_string())?);
-        *self.current.write() = Some(pair);
+    fn issue(&self, current: &Current, now: SystemTime) -> Result<SystemTime> {
+        let leaf = current.signer.server(&self.names, now, self.validity)?;
+        self.in_use.set(CertifiedKey::from_der(leaf.chain, leaf.key, &self.crypto)?);
         Ok(leaf.not_after)
-    }
-}
-
-impl ResolvesServerCert for Served {
-    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.current.read().clone()
     }
 }

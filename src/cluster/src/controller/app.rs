@@ -5,20 +5,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use kube::runtime::events::Recorder;
+use kube::Api;
+use kube::runtime::events::{Recorder, Reporter};
 use peerpod_base::admin::{self, Ready};
+use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Drain, Shutdown};
 use peerpod_kube::client;
-use peerpod_kube::lease::{Election, ElectionConfig, Leader, Standing};
+use peerpod_kube::lease::{Election, Leader, Standing, Term};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tracing::{info, warn};
 
-use super::config::ControllerConfig;
-use super::parts::Settings;
-use super::{Context, Part};
+use super::Context;
+use super::parts::{Parts, Settings, Tasks};
 
 /// Limit for the operations in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -26,43 +27,40 @@ const DRAIN: Duration = Duration::from_secs(10);
 const RESIGN: Duration = Duration::from_secs(3);
 
 /// A controller with a bound port.
-pub struct BoundController {
-    /// Bound address of the admin port.
-    pub admin: SocketAddr,
+pub(crate) struct BoundController {
+    admin: SocketAddr,
+    identity: String,
     context: Context,
     election: Election,
     leading: Gauge,
-    /// The leader's parts, then the others.
-    parts: (Vec<Part>, Vec<Part>),
+    parts: Parts,
 }
 
-/// Reads credentials, opens the provider and binds the port. Sends no request to the API server yet.
-///
-/// # Errors
-/// Something is missing. The error names it and a remedy.
-pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
+/// Reads credentials, opens the provider and binds the port. Sends no request to the API server yet. Fails if something
+/// is missing; the error names it and a remedy.
+pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
+    let Settings { controller: config, .. } = &settings;
     let mut registry = Registry::default();
     let leading = leading(&mut registry);
-    let config = settings.controller.clone();
     let client = client::connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
-    let parts = settings.parts(&mut registry).await?;
+    let (admin_listen, election) = (config.admin_listen, config.election.clone());
+    let parts = Parts::open(settings, &mut registry).await?;
     let ready = Ready::new();
     ready.not_ready("lease", "the API server was not asked yet");
-    let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
-    let election = Election::new(client.clone(), election_of(&config, &namespace));
+    let admin = admin::serve(admin_listen, Arc::new(registry), ready.clone()).await?;
+    let identity = election.identity.clone();
+    let reporter = Reporter { controller: "peerpod-controller".to_owned(), instance: Some(identity.clone()) };
+    let election = Election::new(Api::namespaced(client.clone(), &namespace), election);
     let context = Context {
-        events: Recorder::new(client.clone(), Context::reporter(&config.identity)),
+        events: Recorder::new(client.clone(), reporter),
         client,
         namespace,
-        identity: config.identity,
         ready,
         shutdown: shutdown.clone(),
         drain: Drain::new(),
-        term: None,
     };
-    let parts = parts.into_iter().partition(|part| part.leader_only);
-    Ok(BoundController { admin, context, election, leading, parts })
+    Ok(BoundController { admin, identity, context, election, leading, parts })
 }
 
 /// Registers the metric of the leader election.
@@ -72,28 +70,15 @@ pub(super) fn leading(registry: &mut Registry) -> Gauge {
     leading
 }
 
-fn election_of(config: &ControllerConfig, namespace: &str) -> ElectionConfig {
-    ElectionConfig {
-        namespace: namespace.to_owned(),
-        name: config.lease_name.clone(),
-        identity: config.identity.clone(),
-        duration: config.lease_duration,
-        renew_deadline: config.lease_renew_deadline,
-        retry: config.lease_retry,
-    }
-}
-
 impl BoundController {
-    /// Runs until a shutdown. A lost Lease ends only the term; the process then takes part in the election again.
-    ///
-    /// # Errors
-    /// A part ended that never should.
-    pub async fn run(self) -> anyhow::Result<()> {
-        let BoundController { admin, context, election, leading, parts: (led, always) } = self;
-        info!(%admin, identity = context.identity, namespace = context.namespace, "controller runs");
-        let mut tasks = start(&always, &context);
+    /// Runs until a shutdown. A lost Lease ends only the term; the process then takes part in the election again. Fails
+    /// if a part ended that never should.
+    pub(crate) async fn run(self) -> anyhow::Result<()> {
+        let BoundController { admin, identity, context, election, leading, parts } = self;
+        info!(%admin, identity, namespace = context.namespace, "controller runs");
+        let mut tasks = parts.start(&context);
         tasks.spawn(tell(election.standing(), context.ready.clone()));
-        let mut terms = std::pin::pin!(terms(&election, &led, &context, &leading));
+        let mut terms = std::pin::pin!(terms(&election, &parts, &context, &leading));
         let (ended, over) = tokio::select! {
             // After a shutdown the others end by themselves.
             biased;
@@ -106,7 +91,7 @@ impl BoundController {
             // Ends the leader's parts first and then the Lease.
             context.shutdown.trigger("a part ended");
             if let Err(error) = terms.await {
-                warn!(error = peerpod_base::chain::chain(error.as_ref()), "a part failed at the end");
+                warn!(error = chain(error.as_ref()), "a part failed at the end");
             }
         }
         if let Err(busy) = context.drain.drain(DRAIN).await {
@@ -119,12 +104,7 @@ impl BoundController {
 }
 
 /// Leads, waits and leads again, until a shutdown.
-async fn terms(
-    election: &Election,
-    parts: &[Part],
-    context: &Context,
-    leading: &Gauge,
-) -> anyhow::Result<()> {
+async fn terms(election: &Election, parts: &Parts, context: &Context, leading: &Gauge) -> anyhow::Result<()> {
     loop {
         let leader = tokio::select! {
             leader = election.lead() => leader,
@@ -133,8 +113,7 @@ async fn terms(
         let term = leader.term().clone();
         info!(token = term.token(), "leads");
         leading.set(1);
-        let context = Context { term: Some(term.clone()), ..context.clone() };
-        let mut tasks = start(parts, &context);
+        let mut tasks = parts.lead(context, &term);
         let ended = tokio::select! {
             // The order matters: a process that was stopped past the end of its term must do nothing more.
             biased;
@@ -153,29 +132,20 @@ async fn terms(
     }
 }
 
-async fn resign(leader: Leader, term: &peerpod_kube::lease::Term) {
+async fn resign(leader: Leader, term: &Term) {
     if term.check().is_err() {
         warn!(token = term.token(), "the lease is lost; waiting for it again");
         return;
     }
-    match tokio::time::timeout(RESIGN, leader.resign()).await {
+    match timeout(RESIGN, leader.resign()).await {
         Ok(Ok(())) => info!(token = term.token(), "the lease is given back"),
         Ok(Err(error)) => warn!(%error, "the lease is not given back; it ends by itself"),
         Err(_) => warn!("the lease is not given back: the API server does not answer; it ends by itself"),
     }
 }
 
-fn start(parts: &[Part], context: &Context) -> JoinSet<(&'static str, anyhow::Result<()>)> {
-    let mut tasks = JoinSet::new();
-    for part in parts {
-        let (name, run) = (part.name, part.run(context.clone()));
-        tasks.spawn(async move { (name, run.await) });
-    }
-    tasks
-}
-
 /// Waits for a part that ends without a shutdown.
-async fn ended(tasks: &mut JoinSet<(&'static str, anyhow::Result<()>)>) -> anyhow::Result<()> {
+async fn ended(tasks: &mut Tasks) -> anyhow::Result<()> {
     match tasks.join_next().await {
         Some(Ok((name, Ok(())))) => anyhow::bail!("a part of the controller ended: {name}"),
         Some(Ok((name, Err(error)))) => {
@@ -190,16 +160,16 @@ async fn ended(tasks: &mut JoinSet<(&'static str, anyhow::Result<()>)>) -> anyho
 async fn tell(mut standing: watch::Receiver<Standing>, ready: Ready) -> (&'static str, anyhow::Result<()>) {
     loop {
         let now = standing.borrow_and_update().clone();
-        match &now {
+        match now {
             Standing::Asking => {}
             Standing::Waiting { holder } => {
                 info!(holder, "another replica leads");
                 ready.ready("lease");
             }
-            Standing::Leading { .. } => ready.ready("lease"),
+            Standing::Leading => ready.ready("lease"),
             Standing::Unreachable { why } => {
                 warn!(why, "the lease cannot be had");
-                ready.not_ready("lease", why);
+                ready.not_ready("lease", &why);
             }
         }
         if standing.changed().await.is_err() {

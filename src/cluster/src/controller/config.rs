@@ -1,11 +1,11 @@
-//! Reads the controller's settings: section `controller`, and the shared keys of `kubernetes`, `cluster.namespace` and
-//! `node.cluster-id`.
+//! Reads the controller's settings: section `controller`, and the shared keys of `kubernetes` and `cluster.namespace`.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
+use peerpod_kube::lease::ElectionConfig;
 
 /// Lease that names the leading replica.
 const LEASE_NAME: &str = "peerpod-controller";
@@ -20,30 +20,25 @@ const LEASE_RETRY: Duration = Duration::from_secs(2);
 const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 8081);
 
 /// Settings of the whole process; each part reads its own.
-#[derive(Clone, Debug)]
-pub struct ControllerConfig {
-    /// `kubernetes.kubeconfig`; `None`: the pod's service account.
-    pub kubeconfig: Option<PathBuf>,
-    /// `cluster.namespace`; `None`: the service account's namespace.
-    pub namespace: Option<String>,
-    /// Address of metrics and health.
-    pub admin_listen: SocketAddr,
-    /// Name of this replica: the host's name, which is the pod's.
-    pub identity: String,
-    /// `LEASE_NAME`.
-    pub lease_name: String,
-    /// `LEASE_DURATION`.
-    pub lease_duration: Duration,
-    /// `LEASE_RENEW_DEADLINE`.
-    pub lease_renew_deadline: Duration,
-    /// `LEASE_RETRY`.
-    pub lease_retry: Duration,
+pub(super) struct ControllerConfig {
+    /// `None`: the pod's service account.
+    pub(super) kubeconfig: Option<PathBuf>,
+    /// `None`: the service account's namespace.
+    pub(super) namespace: Option<String>,
+    pub(super) admin_listen: SocketAddr,
+    pub(super) election: ElectionConfig,
 }
 
 impl ControllerConfig {
-    /// Reads the keys.
-    pub fn read(reader: &mut Reader) -> ControllerConfig {
-        let config = ControllerConfig {
+    pub(super) fn read(reader: &mut Reader) -> ControllerConfig {
+        let identity = reader.derived("controller.identity", "the host's name", hostname());
+        if identity.is_empty() {
+            reader.mistake(
+                "controller.identity",
+                "the host has no name, which separates the replicas; give it one",
+            );
+        }
+        ControllerConfig {
             kubeconfig: reader.optional(
                 "kubernetes.kubeconfig",
                 "how the API server is reached; the pod's service account when not set",
@@ -54,30 +49,22 @@ impl ControllerConfig {
                  when not set",
             ),
             admin_listen: reader.constant("controller.admin-listen", "ADMIN_LISTEN", ADMIN_LISTEN),
-            identity: reader.derived("controller.identity", "the host's name", hostname()),
-            lease_name: reader.constant("controller.lease-name", "LEASE_NAME", LEASE_NAME.to_owned()),
-            lease_duration: reader.constant("controller.lease-duration", "LEASE_DURATION", LEASE_DURATION),
-            lease_renew_deadline: reader.constant(
-                "controller.lease-renew-deadline",
-                "LEASE_RENEW_DEADLINE",
-                LEASE_RENEW_DEADLINE,
-            ),
-            lease_retry: reader.constant("controller.lease-retry", "LEASE_RETRY", LEASE_RETRY),
-        };
-        config.check(reader);
-        config
-    }
-
-    fn check(&self, reader: &mut Reader) {
-        if self.identity.is_empty() {
-            reader.mistake(
-                "controller.identity",
-                "the host has no name, which separates the replicas; give it one",
-            );
+            election: ElectionConfig {
+                identity,
+                name: reader.constant("controller.lease-name", "LEASE_NAME", LEASE_NAME.to_owned()),
+                duration: reader.constant("controller.lease-duration", "LEASE_DURATION", LEASE_DURATION),
+                renew_deadline: reader.constant(
+                    "controller.lease-renew-deadline",
+                    "LEASE_RENEW_DEADLINE",
+                    LEASE_RENEW_DEADLINE,
+                ),
+                retry: reader.constant("controller.lease-retry", "LEASE_RETRY", LEASE_RETRY),
+            },
         }
     }
 }
 
+/// Returns the host's name, which is the pod's.
 fn hostname() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")
         .map(|name| name.trim().to_owned())

@@ -1,34 +1,35 @@
-//! Lists all parts of the controller and their settings. This is the only place that names a part: a field, a line in
-//! [`Settings::read`], a line in [`Settings::parts`].
+//! Lists all parts of the controller and their settings. This is the only place that names a part.
+
+use std::future::Future;
+use std::sync::Arc;
 
 use peerpod_base::config::Reader;
-use peerpod_providers::{Context, Purpose};
+use peerpod_kube::lease::Term;
+use peerpod_providers::Purpose;
 use prometheus_client::registry::Registry;
+use tokio::task::JoinSet;
 
-use super::Part;
+use super::Context;
 use super::config::ControllerConfig;
 use super::vms::{Vms, VmsConfig, peerpods, sweep};
 use crate::rollout::{self, RolloutConfig};
 use crate::secrets::{self, SecretsConfig};
 
 /// Settings of all parts.
-pub struct Settings {
-    /// Settings of the whole process.
-    pub controller: ControllerConfig,
-    /// Section `provider`: the provider of the VMs.
-    pub provider: peerpod_providers::Settings,
-    /// Management of the VMs.
-    pub vms: VmsConfig,
-    /// The rollout; `None`: the chart installs the nodes.
-    pub rollout: Option<RolloutConfig>,
-    /// Section `secrets`: the nodes' pull secrets; `None`: not served here.
-    pub secrets: Option<SecretsConfig>,
+pub(crate) struct Settings {
+    pub(super) controller: ControllerConfig,
+    provider: peerpod_providers::Settings,
+    vms: VmsConfig,
+    /// `None`: the chart installs the nodes.
+    rollout: Option<RolloutConfig>,
+    /// `None`: not served here.
+    secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
     /// Reads all keys. The reader collects mistakes.
-    pub fn read(reader: &mut Reader) -> Settings {
-        let context = Context {
+    pub(crate) fn read(reader: &mut Reader) -> Settings {
+        let context = peerpod_providers::Context {
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of a provider's state"),
             cluster_id: reader.get(
                 "node.cluster-id",
@@ -49,20 +50,54 @@ impl Settings {
             secrets: SecretsConfig::read(reader),
         }
     }
+}
 
-    /// Returns the parts to run, and registers the metrics once.
-    ///
-    /// # Errors
-    /// A part does not find something that it needs.
-    pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
-        let vms = Vms::open(self.vms, self.provider, registry).await?;
-        let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];
-        parts.extend(self.rollout.map(rollout::part));
-        if let Some(config) = self.secrets {
-            parts.push(secrets::part(config, secrets::Metrics::register(registry)));
-        }
-        Ok(parts)
+/// Running parts: each returns its name. A part ends after a shutdown; if it ends earlier, the process ends with its
+/// error.
+pub(super) type Tasks = JoinSet<(&'static str, anyhow::Result<()>)>;
+
+/// The parts that the settings ask for.
+pub(super) struct Parts {
+    vms: Arc<Vms>,
+    rollout: Option<RolloutConfig>,
+    secrets: Option<(SecretsConfig, secrets::Metrics)>,
+}
+
+impl Parts {
+    /// Opens the provider, and registers the metrics once.
+    pub(super) async fn open(settings: Settings, registry: &mut Registry) -> anyhow::Result<Parts> {
+        let vms = Vms::open(settings.vms, settings.provider, registry).await?;
+        let secrets = settings.secrets.map(|config| (config, secrets::Metrics::register(registry)));
+        Ok(Parts { vms, rollout: settings.rollout, secrets })
     }
+
+    /// Starts the parts that run in every replica.
+    pub(super) fn start(&self, context: &Context) -> Tasks {
+        let mut tasks = Tasks::new();
+        if let Some((config, metrics)) = self.secrets.clone() {
+            spawn(&mut tasks, "secrets", secrets::run(config, metrics, context.clone()));
+        }
+        tasks
+    }
+
+    /// Starts the parts of the leader, for one term.
+    pub(super) fn lead(&self, context: &Context, term: &Term) -> Tasks {
+        let mut tasks = Tasks::new();
+        spawn(&mut tasks, "peerpods", peerpods::run(self.vms.clone(), context.clone(), term.clone()));
+        spawn(&mut tasks, "sweep", sweep::run(self.vms.clone(), context.clone(), term.clone()));
+        if let Some(config) = self.rollout.clone() {
+            spawn(&mut tasks, "rollout", rollout::run(config, context.clone(), term.clone()));
+        }
+        tasks
+    }
+}
+
+fn spawn(
+    tasks: &mut Tasks,
+    name: &'static str,
+    part: impl Future<Output = anyhow::Result<()>> + Send + 'static,
+) {
+    tasks.spawn(async move { (name, part.await) });
 }
 
 #[cfg(test)]
@@ -70,7 +105,6 @@ mod tests {
     use peerpod_base::config::Sources;
 
     use super::*;
-    use crate::controller::vms::Orphans;
 
     fn read(words: &[&str]) -> Result<Settings, String> {
         let sources = Sources::from_process(words.iter().map(ToString::to_string), []);
@@ -84,9 +118,10 @@ mod tests {
     #[test]
     fn by_default_a_lease_ends_before_another_may_begin_and_orphans_have_long_to_be_claimed() {
         let Settings { controller, vms, .. } = read(&[]).unwrap();
-        assert!(controller.lease_renew_deadline < controller.lease_duration);
-        assert!(controller.lease_retry * 2 < controller.lease_renew_deadline);
-        assert_eq!(vms.orphans, Orphans::Delete);
+        let election = controller.election;
+        assert!(election.renew_deadline < election.duration);
+        assert!(election.retry * 2 < election.renew_deadline);
+        assert!(vms.delete_orphans);
         assert!(vms.orphan_grace >= std::time::Duration::from_secs(600));
         assert_eq!(vms.concurrency, 50);
     }

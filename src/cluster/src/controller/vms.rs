@@ -49,11 +49,12 @@ mod report;
 pub(super) mod sweep;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_provider_api::{DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 
-pub use config::{Orphans, VmsConfig};
+pub(super) use config::VmsConfig;
 use find::Listing;
 use metrics::Metrics;
 
@@ -68,10 +69,6 @@ pub(super) struct Vms {
 }
 
 impl Vms {
-    /// Opens the provider.
-    ///
-    /// # Errors
-    /// The provider does not find something that it needs.
     pub(super) async fn open(
         config: VmsConfig,
         provider: peerpod_providers::Settings,
@@ -81,8 +78,7 @@ impl Vms {
         let provider = provider.open().await?;
         // The parts repeat failed calls: the object shows the provider's reason, and other objects get their turn
         // meanwhile.
-        let treated =
-            DecoratorConfig { call_deadline: config.call_timeout, retry_for: std::time::Duration::ZERO };
+        let treated = DecoratorConfig { call_deadline: config.call_timeout, retry_for: Duration::ZERO };
         let provider = decorate(provider, treated, registry);
         let metrics = Metrics::register(registry);
         Ok(Arc::new(Vms { config, provider, kind, listing: Listing::default(), metrics }))

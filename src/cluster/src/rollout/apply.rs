@@ -17,17 +17,17 @@ use kube::runtime::watcher;
 use kube::{Api, Client, Resource, ResourceExt};
 use peerpod_kube::client::{self, within};
 use peerpod_kube::crds::PeerPodConfig;
-use peerpod_kube::lease::NotHeld;
+use peerpod_kube::lease::{NotHeld, Term};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::select;
 use tokio::time::{MissedTickBehavior, interval};
 use tracing::{info, warn};
 
-use super::manifest::{self, Around, Manifests, daemon_sets, node_selector};
-use super::status::{Facts, Progress, status};
+use super::manifest::{self, Manifests, daemon_sets, node_selector};
+use super::status::{Progress, Verdict, status, verdict};
 use super::{MANAGER, RolloutConfig};
-use crate::controller::{Context, Part};
+use crate::controller::Context;
 
 /// Interval at which manifests and settings are read again, even without an event.
 const AGAIN: Duration = Duration::from_secs(15);
@@ -44,27 +44,26 @@ pub(super) enum Error {
     Api(#[from] client::Error),
     #[error(transparent)]
     NotHeld(#[from] NotHeld),
+    /// A prerequisite is missing: reason in one word, and the cause.
+    #[error("{1}")]
+    Not(&'static str, String),
 }
 
 pub(super) struct Work {
     pub(super) config: RolloutConfig,
     pub(super) context: Context,
+    pub(super) term: Term,
     /// Whether the log has mentioned that the RuntimeClass of another owner stays.
     pub(super) said: AtomicBool,
 }
 
-/// Returns this part of the controller.
-pub fn part(config: RolloutConfig) -> Part {
-    Part::new("rollout", true, move |context| run(config.clone(), context))
-}
-
-async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
+pub(crate) async fn run(config: RolloutConfig, context: Context, term: Term) -> anyhow::Result<()> {
     let namespace = context.namespace.clone();
     let configs: Api<PeerPodConfig> = Api::namespaced(context.client.clone(), &namespace);
     let sets: Api<DaemonSet> = Api::namespaced(context.client.clone(), &namespace);
     let of_ours = watcher::Config::default().labels(manifest::LABEL).timeout(WATCH);
     let ready = context.ready.clone();
-    let work = Arc::new(Work { config, context, said: AtomicBool::default() });
+    let work = Arc::new(Work { config, context, term, said: AtomicBool::default() });
     let mut done = std::pin::pin!(
         Controller::new(configs, watcher::Config::default().timeout(WATCH))
             .owns(sets, of_ours)
@@ -107,13 +106,14 @@ async fn reconcile(config: Arc<PeerPodConfig>, work: Arc<Work>) -> Result<Action
         // Kubernetes garbage-collects the objects that it owns.
         return Ok(Action::await_change());
     }
-    let facts = match work.apply(&config).await {
-        Ok(facts) => facts,
+    let verdict = match work.apply(&config).await {
+        Ok(verdict) => verdict,
+        Err(Error::Not(reason, why)) => (false, reason, why),
         // A refusal by the API server goes to the owner's status; an unreachable API server does not.
-        Err(Error::Api(error)) if error.status().is_some() => Facts::Not("ApplyFailed", error.to_string()),
+        Err(Error::Api(error)) if error.status().is_some() => (false, "ApplyFailed", error.to_string()),
         Err(error) => return Err(error),
     };
-    work.say(&config, &facts).await?;
+    work.say(&config, verdict).await?;
     Ok(Action::requeue(AGAIN))
 }
 
@@ -129,48 +129,39 @@ impl Work {
         self.context.client.clone()
     }
 
-    /// Applies all objects for this PeerPodConfig and reads their progress.
-    async fn apply(&self, config: &PeerPodConfig) -> Result<Facts, Error> {
-        let manifests = match self.manifests().await? {
-            Ok(manifests) => manifests,
-            Err(why) => return Ok(Facts::Not("ManifestsMissing", why)),
-        };
+    /// Applies all objects for this PeerPodConfig and judges their progress.
+    async fn apply(&self, config: &PeerPodConfig) -> Result<Verdict, Error> {
+        let manifests = self.manifests().await?;
         let all: Api<PeerPodConfig> = self.ours();
         let all = within("list PeerPodConfigs", all.list(&ListParams::default())).await?.items;
-        if let Some(why) = self.taken(config, &all).await? {
-            return Ok(Facts::Not("NodesTaken", why));
-        }
-        let around = match self.around(config).await? {
-            Ok(around) => around,
-            Err(why) => return Ok(Facts::Not("ForeignSettings", why)),
-        };
-        let sets = match daemon_sets(&manifests, config, &around) {
-            Ok(sets) => sets,
-            Err(why) => return Ok(Facts::Not("Invalid", why.to_string())),
-        };
+        self.check_taken(config, &all).await?;
+        let settings = self.settings(config).await?;
+        let [node, relay] = daemon_sets(&manifests, config, self.config.instance_type.as_deref(), &settings)
+            .map_err(|why| Error::Not("Invalid", why))?;
         let live: Vec<&PeerPodConfig> =
             all.iter().filter(|one| one.metadata.deletion_timestamp.is_none()).collect();
         let webhook = self.offer(&manifests, &live).await?;
-        let [node, relay] = sets;
         // The relay comes first: the node is not ready without it.
         let relay = self.put::<DaemonSet>(config.namespace(), &relay).await?;
         let node = self.put::<DaemonSet>(config.namespace(), &node).await?;
-        Ok(Facts::Applied { node: progress(&node), relay: progress(&relay), webhook })
+        Ok(verdict(progress(&node), progress(&relay), webhook))
     }
 
-    /// Returns the chart's manifests, or the reason why there are none.
-    pub(super) async fn manifests(&self) -> Result<Result<Manifests, String>, Error> {
+    /// Returns the chart's manifests; [`Error::Not`]: there are none.
+    pub(super) async fn manifests(&self) -> Result<Manifests, Error> {
         let name = &self.config.config_map;
         let maps: Api<ConfigMap> = self.ours();
-        Ok(match within(format!("get ConfigMap {name}"), maps.get_opt(name)).await? {
+        let found = within(format!("get ConfigMap {name}"), maps.get_opt(name)).await?;
+        let read = match found {
             None => Err(format!("there is no ConfigMap {name}; install the chart with rollout.mode: config")),
             Some(map) => Manifests::read(&map.data.unwrap_or_default())
                 .map_err(|why| format!("ConfigMap {name}: {why}")),
-        })
+        };
+        read.map_err(|why| Error::Not("ManifestsMissing", why))
     }
 
-    /// Returns the conflict if an older PeerPodConfig selects one of the same nodes: a node can have only one relay.
-    async fn taken(&self, config: &PeerPodConfig, all: &[PeerPodConfig]) -> Result<Option<String>, Error> {
+    /// Fails if an older PeerPodConfig selects one of the same nodes: a node can have only one relay.
+    async fn check_taken(&self, config: &PeerPodConfig, all: &[PeerPodConfig]) -> Result<(), Error> {
         let age = |one: &PeerPodConfig| (one.creation_timestamp(), one.name_any());
         let older: Vec<&PeerPodConfig> = all
             .iter()
@@ -178,47 +169,43 @@ impl Work {
             .filter(|one| one.metadata.deletion_timestamp.is_none())
             .collect();
         if older.is_empty() {
-            return Ok(None);
+            return Ok(());
         }
-        let mine = selector(&node_selector(config));
+        let mine = ListParams::default().labels(&selector(&node_selector(config)));
         let nodes: Api<Node> = Api::all(self.client());
-        for node in
-            within("list nodes", nodes.list_metadata(&ListParams::default().labels(&mine))).await?.items
-        {
+        for node in within("list nodes", nodes.list_metadata(&mine)).await?.items {
             let has = |(key, value): (&String, &String)| node.labels().get(key) == Some(value);
             if let Some(other) = older.iter().find(|one| node_selector(one).iter().all(has)) {
                 let (node, other) = (node.name_any(), other.name_any());
-                return Ok(Some(format!(
+                let why = format!(
                     "node {node} belongs to PeerPodConfig {other}, which is older; change a nodeSelector so \
                      that no node has both"
-                )));
+                );
+                return Err(Error::Not("NodesTaken", why));
             }
         }
-        Ok(None)
+        Ok(())
     }
 
-    /// Returns the inputs besides the manifests and the PeerPodConfig, or the reason why the settings cannot be used.
-    async fn around(&self, config: &PeerPodConfig) -> Result<Result<Around, String>, Error> {
+    /// Returns the versions of the settings in ConfigMap and Secret; [`Error::Not`]: they cannot be used.
+    async fn settings(&self, config: &PeerPodConfig) -> Result<String, Error> {
         let (map, secret) = (&config.spec.config_map_name, &config.spec.cloud_secret_name);
         let maps: Api<ConfigMap> = self.ours();
         let found = within(format!("get ConfigMap {map}"), maps.get_opt(map)).await?;
         if found.as_ref().and_then(|map| map.data.as_ref()).is_some_and(manifest::is_foreign) {
-            return Ok(Err(format!(
+            let why = format!(
                 "ConfigMap {map} has the settings of a cloud-api-adaptor, which Peerpod does not read; \
-                 `peerpod config convert-caa` converts them to variables PEERPOD_… or to the chart's \
-                 `config`"
-            )));
+                 `peerpod config convert-caa` converts them to variables PEERPOD_… or to the chart's `config`"
+            );
+            return Err(Error::Not("ForeignSettings", why));
         }
         let secrets: Api<Secret> = self.ours();
         // Reads the Secret's version alone, never its contents.
         let secret = within(format!("get Secret {secret}"), secrets.get_metadata_opt(secret)).await?;
         let none = || "none".to_owned();
-        let settings = format!(
-            "{}/{}",
-            found.as_ref().map_or_else(none, digest),
-            secret.and_then(|secret| secret.resource_version()).unwrap_or_else(none)
-        );
-        Ok(Ok(Around { instance_type: self.config.instance_type.clone(), settings }))
+        let map = found.as_ref().map_or_else(none, digest);
+        let secret = secret.and_then(|secret| secret.resource_version()).unwrap_or_else(none);
+        Ok(format!("{map}/{secret}"))
     }
 
     /// Applies an object by server-side apply and returns the result.
@@ -236,14 +223,14 @@ impl Work {
             None => Api::all_with(self.client(), &resource),
         };
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        self.context.may_act()?;
+        self.term.check()?;
         let apply = PatchParams::apply(MANAGER).force();
         let what = format!("apply {} {name}", resource.kind);
         Ok(within(what, api.patch(name, &apply, &Patch::Apply(object))).await?)
     }
 
-    async fn say(&self, config: &PeerPodConfig, facts: &Facts) -> Result<(), Error> {
-        let status = status(config, facts, Timestamp::now());
+    async fn say(&self, config: &PeerPodConfig, verdict: Verdict) -> Result<(), Error> {
+        let status = status(config, verdict, Timestamp::now());
         if config.status.as_ref() == Some(&status) {
             return Ok(());
         }
@@ -257,7 +244,7 @@ impl Work {
                 "PeerPodConfig"
             );
         }
-        self.context.may_act()?;
+        self.term.check()?;
         let object = json!({
             "apiVersion": PeerPodConfig::api_version(&()), "kind": PeerPodConfig::kind(&()),
             "metadata": {"name": name}, "status": status,

@@ -3,21 +3,18 @@
 use peerpod_base::config::{Reader, Sources};
 use peerpod_providers::{Context, Purpose};
 
-/// Settings of the rollout.
-#[derive(Clone, Debug)]
-pub struct RolloutConfig {
-    /// `controller.rollout-config-map`: the ConfigMap with the manifests.
-    pub config_map: String,
-    /// `controller.rollout-webhook`: the common name of the webhook's registration and its Deployment; empty: there is
-    /// none.
-    pub webhook: String,
+#[derive(Clone)]
+pub(crate) struct RolloutConfig {
+    pub(super) config_map: String,
+    /// The common name of the webhook's registration and its Deployment; empty: there is none.
+    pub(super) webhook: String,
     /// Environment variable of the provider's default instance type; `None`: this provider has no such setting.
-    pub instance_type: Option<String>,
+    pub(super) instance_type: Option<String>,
 }
 
 impl RolloutConfig {
     /// Reads the keys; `None` when there are no manifests to roll out. `kind` is `provider.kind`.
-    pub fn read(reader: &mut Reader, kind: &str) -> Option<RolloutConfig> {
+    pub(crate) fn read(reader: &mut Reader, kind: &str) -> Option<RolloutConfig> {
         let config_map: Option<String> = reader.optional(
             "controller.rollout-config-map",
             "ConfigMap with the manifests of node and relay, which are rolled out for each PeerPodConfig; when not set, the \

@@ -7,7 +7,7 @@ use peerpod_kube::crds::PeerPodConfig;
 use serde_json::{Value, json};
 
 /// Label of every object made for a PeerPodConfig; its value is the PeerPodConfig's name.
-pub const LABEL: &str = "peerpod.io/config";
+pub(super) const LABEL: &str = "peerpod.io/config";
 /// Annotation of a pod with the version of the settings it started with. A change causes a rolling update.
 const SETTINGS: &str = "peerpod.io/settings";
 /// Label of the selected nodes where the PeerPodConfig has no selector.
@@ -19,49 +19,25 @@ const MOST_SANDBOXES: u32 = 1000;
 
 /// The chart's manifests from the ConfigMap.
 #[derive(Clone, Debug)]
-pub struct Manifests {
+pub(super) struct Manifests {
     node: Value,
     relay: Value,
     runtime_class: Option<Value>,
-    registration: Option<Value>,
-}
-
-/// Reasons why there is nothing to apply.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub enum Error {
-    /// The ConfigMap is not the chart's ConfigMap.
-    #[error("manifest {key}: {why}; install the chart with rollout.mode: config")]
-    Manifest {
-        /// Key in the ConfigMap's data.
-        key: &'static str,
-        /// The mistake.
-        why: String,
-    },
-    /// The name is too long for a label.
-    #[error(
-        "{0:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most 63 characters"
-    )]
-    Name(String),
-    /// More sandboxes than a node runs.
-    #[error("spec.limit {0}: a node runs at most {MOST_SANDBOXES} peer pods; lower it")]
-    Limit(String),
-    /// The provider has no setting for the instance type.
-    #[error("instanceType: this provider has no setting of that kind; describe the VMs in its own settings")]
-    InstanceType,
+    /// The webhook's registration, if pods are to pass through the webhook.
+    pub(super) registration: Option<Value>,
 }
 
 impl Manifests {
-    /// Reads a ConfigMap's data.
-    ///
-    /// # Errors
-    /// [`Error::Manifest`].
-    pub fn read(data: &BTreeMap<String, String>) -> Result<Manifests, Error> {
-        let one = |key: &'static str, kind: &str| {
-            let wrong = |why: String| Error::Manifest { key, why };
-            let text = data.get(key).ok_or_else(|| wrong("missing".to_owned()))?;
-            let value: Value = serde_yaml::from_str(text).map_err(|why| wrong(why.to_string()))?;
+    /// Reads a ConfigMap's data. Fails if it is not the chart's ConfigMap.
+    pub(super) fn read(data: &BTreeMap<String, String>) -> Result<Manifests, String> {
+        let wrong = |key: &str, why: &str| {
+            format!("manifest {key}: {why}; install the chart with rollout.mode: config")
+        };
+        let one = |key: &str, kind: &str| {
+            let text = data.get(key).ok_or_else(|| wrong(key, "missing"))?;
+            let value: Value = serde_yaml::from_str(text).map_err(|why| wrong(key, &why.to_string()))?;
             if value["kind"] != kind || !value["metadata"]["name"].is_string() {
-                return Err(wrong(format!("not a {kind} with a name")));
+                return Err(wrong(key, &format!("not a {kind} with a name")));
             }
             Ok(value)
         };
@@ -69,7 +45,7 @@ impl Manifests {
             let set = one(key, "DaemonSet")?;
             let containers = set["spec"]["template"]["spec"]["containers"].as_array();
             if containers.is_none_or(Vec::is_empty) {
-                return Err(Error::Manifest { key, why: "it has no container".to_owned() });
+                return Err(wrong(key, "it has no container"));
             }
             Ok(set)
         };
@@ -82,20 +58,9 @@ impl Manifests {
         })
     }
 
-    /// Returns the names of this PeerPodConfig's DaemonSets: node and relay.
-    pub fn names(&self, config: &str) -> [String; 2] {
-        [&self.node, &self.relay]
-            .map(|set| format!("{}-{config}", set["metadata"]["name"].as_str().unwrap_or("")))
-    }
-
-    /// Returns the webhook's registration, if pods are to pass through the webhook.
-    pub fn registration(&self) -> Option<&Value> {
-        self.registration.as_ref()
-    }
-
     /// Returns the RuntimeClass for the nodes of these PeerPodConfigs. Several PeerPodConfigs have no selector in
     /// common; then the extended resource alone decides where pods can run.
-    pub fn runtime_class(&self, configs: &[&PeerPodConfig]) -> Option<Value> {
+    pub(super) fn runtime_class(&self, configs: &[&PeerPodConfig]) -> Option<Value> {
         let mut class = self.runtime_class.clone()?;
         if let [config] = configs {
             class["scheduling"]["nodeSelector"] = json!(node_selector(config));
@@ -106,57 +71,57 @@ impl Manifests {
     }
 }
 
-/// Further inputs of the DaemonSets.
-#[derive(Clone, Debug, Default)]
-pub struct Around {
-    /// Environment variable of the provider's instance type, if it has one.
-    pub instance_type: Option<String>,
-    /// Versions of ConfigMap and Secret.
-    pub settings: String,
-}
-
 /// Returns the labels of the nodes that a PeerPodConfig selects.
-pub fn node_selector(config: &PeerPodConfig) -> BTreeMap<String, String> {
+pub(super) fn node_selector(config: &PeerPodConfig) -> BTreeMap<String, String> {
     if config.spec.node_selector.is_empty() {
         return BTreeMap::from([(WORKERS.to_owned(), String::new())]);
     }
     config.spec.node_selector.clone()
 }
 
-/// Returns the DaemonSets of node and relay.
-///
-/// # Errors
-/// See [`Error`].
-pub fn daemon_sets(
+/// Returns the DaemonSets of node and relay, or the reason why the PeerPodConfig is invalid. `instance_type` is the
+/// environment variable of the provider's instance type, if it has one. `settings` are the versions of ConfigMap and
+/// Secret.
+pub(super) fn daemon_sets(
     manifests: &Manifests,
     config: &PeerPodConfig,
-    around: &Around,
-) -> Result<[Value; 2], Error> {
-    let name = config.name_any();
-    if manifests.names(&name).iter().any(|name| name.len() > MOST) {
-        return Err(Error::Name(name));
+    instance_type: Option<&str>,
+    settings: &str,
+) -> Result<[Value; 2], String> {
+    let [mut node, relay] = [of(&manifests.node, config), of(&manifests.relay, config)];
+    if [&node, &relay]
+        .iter()
+        .any(|set| set["metadata"]["name"].as_str().is_some_and(|name| name.len() > MOST))
+    {
+        return Err(format!(
+            "{:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most {MOST} characters",
+            config.name_any()
+        ));
     }
-    let mut node = of(&manifests.node, config);
     let mut more = BTreeMap::new();
     if let Some(limit) = &config.spec.limit {
         if limit.parse::<u32>().is_ok_and(|limit| limit > MOST_SANDBOXES) {
-            return Err(Error::Limit(limit.clone()));
+            return Err(format!(
+                "spec.limit {limit}: a node runs at most {MOST_SANDBOXES} peer pods; lower it"
+            ));
         }
         more.insert("PEERPOD_CLUSTER_CAPACITY".to_owned(), limit.clone());
     }
     if let Some(wanted) = &config.spec.instance_type {
-        let variable = around.instance_type.clone().ok_or(Error::InstanceType)?;
-        more.insert(variable, wanted.clone());
+        let variable = instance_type.ok_or(
+            "instanceType: this provider has no setting of that kind; describe the VMs in its own settings",
+        )?;
+        more.insert(variable.to_owned(), wanted.clone());
     }
     let pod = &mut node["spec"]["template"];
-    pod["metadata"]["annotations"][SETTINGS] = json!(around.settings);
+    pod["metadata"]["annotations"][SETTINGS] = json!(settings);
     let container = &mut pod["spec"]["containers"][0];
     put_env(container, more);
     container["envFrom"] = json!([
         {"configMapRef": {"name": config.spec.config_map_name, "optional": true}},
         {"secretRef": {"name": config.spec.cloud_secret_name, "optional": true}},
     ]);
-    Ok([node, of(&manifests.relay, config)])
+    Ok([node, relay])
 }
 
 /// Returns a manifest under the PeerPodConfig's name, for its nodes, deleted together with it.
@@ -184,7 +149,7 @@ fn put_env(container: &mut Value, more: BTreeMap<String, String>) {
 }
 
 /// Whether a ConfigMap holds the settings of the replaced system (cloud-api-adaptor), none of which are read.
-pub fn is_foreign(data: &BTreeMap<String, String>) -> bool {
+pub(super) fn is_foreign(data: &BTreeMap<String, String>) -> bool {
     data.contains_key("CLOUD_PROVIDER") && !data.keys().any(|name| name.starts_with("PEERPOD_"))
 }
 

@@ -51,13 +51,16 @@ impl Work {
             return Ok(());
         }
         // Without the manifests nothing was applied, or the class's name is unknown.
-        let Ok(manifests) = self.manifests().await? else { return Ok(()) };
+        let manifests = match self.manifests().await {
+            Err(Error::Not(..)) => return Ok(()),
+            manifests => manifests?,
+        };
         let Some(class) = manifests.runtime_class(&[]) else { return Ok(()) };
         let name = class["metadata"]["name"].as_str().unwrap_or_default();
         let classes: Api<RuntimeClass> = Api::all(self.client());
         match within(format!("get RuntimeClass {name}"), classes.get_metadata_opt(name)).await? {
             Some(found) => self.withdraw_class(&classes, &found).await,
-            None => match manifests.registration() {
+            None => match &manifests.registration {
                 Some(hooks) => self.unregister(hooks["metadata"]["name"].as_str().unwrap_or_default()).await,
                 None => Ok(()),
             },
@@ -81,7 +84,7 @@ impl Work {
             }
             return Ok(());
         }
-        self.context.may_act()?;
+        self.term.check()?;
         let this_one = Preconditions { uid: found.uid(), resource_version: found.resource_version() };
         let how = DeleteParams::default().preconditions(this_one);
         match within(format!("delete RuntimeClass {name}"), classes.delete(&name, &how)).await {
@@ -100,7 +103,7 @@ impl Work {
         if found.and_then(|found| found.webhooks).is_none_or(|hooks| hooks.is_empty()) {
             return Ok(());
         }
-        self.context.may_act()?;
+        self.term.check()?;
         // An apply without the webhooks would leave half of each entry to the field manager of the caBundle.
         let none = Patch::Merge(json!({"webhooks": []}));
         within(what("empty"), registrations.patch(name, &PatchParams::default(), &none)).await?;
@@ -120,7 +123,7 @@ impl Work {
             let why = format!("there is no MutatingWebhookConfiguration {name}; install the chart with it");
             return Ok((false, Some(why)));
         };
-        let hooks: Vec<MutatingWebhook> = match manifests.registration() {
+        let hooks: Vec<MutatingWebhook> = match &manifests.registration {
             Some(wanted) => {
                 let applied = self.put::<MutatingWebhookConfiguration>(None, wanted).await?;
                 // An unreadable list counts as no webhook.

@@ -6,39 +6,22 @@ use peerpod_kube::crds::{PeerPodConfig, PeerPodConfigStatus};
 
 /// Progress of one DaemonSet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub(super) struct Progress {
     /// Nodes that the DaemonSet selects.
-    pub wanted: i32,
+    pub(super) wanted: i32,
     /// Nodes with a ready pod of the DaemonSet.
-    pub ready: i32,
+    pub(super) ready: i32,
     /// Nodes that run the newest version.
-    pub updated: i32,
+    pub(super) updated: i32,
     /// Whether the DaemonSet controller has seen the last applied version.
-    pub seen: bool,
+    pub(super) seen: bool,
 }
 
-/// Input of the status.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Facts {
-    /// Nothing was applied: reason (one word) and cause.
-    Not(&'static str, String),
-    /// Everything was applied.
-    Applied {
-        /// DaemonSet of the node.
-        node: Progress,
-        /// DaemonSet of the relay.
-        relay: Progress,
-        /// Reason why no pod is admitted, if so.
-        webhook: Option<String>,
-    },
-}
+/// Whether everything is ready, a reason in one word, and a sentence.
+pub(super) type Verdict = (bool, &'static str, String);
 
-/// Returns whether everything is ready, a reason in one word, and a sentence.
-pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
-    let (node, relay, webhook) = match facts {
-        Facts::Not(reason, why) => return (false, reason, why.clone()),
-        Facts::Applied { node, relay, webhook } => (node, relay, webhook),
-    };
+/// Judges the applied DaemonSets. `webhook` is the reason why no pod is admitted, if so.
+pub(super) fn verdict(node: Progress, relay: Progress, webhook: Option<String>) -> Verdict {
     if !node.seen || !relay.seen {
         return (false, "Progressing", "the DaemonSets have just been applied".to_owned());
     }
@@ -59,7 +42,7 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
         return (false, "NodesNotReady", text);
     }
     if let Some(why) = webhook {
-        return (false, "WebhookNotReady", why.clone());
+        return (false, "WebhookNotReady", why);
     }
     // The relay's version does not count: an old relay serves until its handover.
     if node.updated < wanted {
@@ -70,12 +53,14 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
 }
 
 /// Returns the status to be written. A condition that does not change keeps its time.
-pub fn status(config: &PeerPodConfig, facts: &Facts, now: Timestamp) -> PeerPodConfigStatus {
-    let (ready, reason, message) = verdict(facts);
+pub(super) fn status(
+    config: &PeerPodConfig,
+    (ready, reason, message): Verdict,
+    now: Timestamp,
+) -> PeerPodConfigStatus {
     let said = if ready { "True" } else { "False" };
-    let old = config.status.as_ref().and_then(|status| {
-        status.conditions.iter().find(|condition| condition.type_ == "Ready" && condition.status == said)
-    });
+    let mut before = config.status.iter().flat_map(|status| &status.conditions);
+    let old = before.find(|condition| condition.type_ == "Ready" && condition.status == said);
     let since = old.map_or(Time(now), |condition| condition.last_transition_time.clone());
     let generation = config.metadata.generation;
     let condition = Condition {
@@ -101,16 +86,15 @@ mod tests {
         Progress { wanted, ready, updated, seen: true }
     }
 
-    fn applied(node: Progress, relay: Progress, webhook: Option<&str>) -> Facts {
-        Facts::Applied { node, relay, webhook: webhook.map(str::to_owned) }
+    fn applied(node: Progress, relay: Progress, webhook: Option<&str>) -> Verdict {
+        verdict(node, relay, webhook.map(str::to_owned))
     }
 
     #[test]
     fn the_first_missing_object_is_named() {
         let unseen = Progress { seen: false, ..progress(3, 3, 3) };
         let good = progress(3, 3, 3);
-        for (facts, ready, reason) in [
-            (Facts::Not("ManifestsMissing", "x".to_owned()), false, "ManifestsMissing"),
+        for (verdict, ready, reason) in [
             (applied(unseen, good, None), false, "Progressing"),
             (applied(progress(0, 0, 0), progress(0, 0, 0), None), false, "NoNodes"),
             (applied(progress(3, 2, 3), good, None), false, "NodesNotReady"),
@@ -120,11 +104,11 @@ mod tests {
             (applied(good, progress(3, 3, 0), None), true, "Serving"),
             (applied(good, good, None), true, "Serving"),
         ] {
-            let (is, why, text) = verdict(&facts);
-            assert_eq!((is, why), (ready, reason), "{facts:?}");
+            let (is, why, text) = verdict;
+            assert_eq!((is, why), (ready, reason));
             assert!(!text.is_empty());
         }
-        let (.., text) = verdict(&applied(progress(3, 2, 3), progress(3, 1, 3), None));
+        let (.., text) = applied(progress(3, 2, 3), progress(3, 1, 3), None);
         assert!(text.contains("peerpod-node is ready on 2, peerpod-relay on 1"), "{text}");
     }
 
@@ -133,16 +117,16 @@ mod tests {
         let at = |second| Timestamp::from_second(second).unwrap();
         let mut config = PeerPodConfig::default();
         let good = applied(progress(1, 1, 1), progress(1, 1, 1), None);
-        let first = status(&config, &good, at(1));
+        let first = status(&config, good, at(1));
         assert_eq!(
             (first.setup_completed, first.conditions[0].last_transition_time.clone()),
             (Some(true), Time(at(1)))
         );
         config.status = Some(first);
-        let still = status(&config, &applied(progress(1, 1, 0), progress(1, 1, 1), None), at(2));
+        let still = status(&config, applied(progress(1, 1, 0), progress(1, 1, 1), None), at(2));
         assert_eq!(still.conditions[0].last_transition_time, Time(at(1)));
         config.status = Some(still);
-        let lost = status(&config, &applied(progress(1, 0, 1), progress(1, 1, 1), None), at(3));
+        let lost = status(&config, applied(progress(1, 0, 1), progress(1, 1, 1), None), at(3));
         assert_eq!(
             (lost.setup_completed, lost.conditions[0].last_transition_time.clone()),
             (Some(false), Time(at(3)))

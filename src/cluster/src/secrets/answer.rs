@@ -7,15 +7,16 @@ use hyper::body::Incoming;
 use hyper::header::AUTHORIZATION;
 use hyper::{Method, Request, StatusCode};
 use kube::Client;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use super::caller::{Callers, LONGEST_TOKEN, Unknown};
+use super::caller::{Callers, LONGEST_TOKEN};
 use super::limits::{Limits, Rate};
 use super::metrics::{Call, Metrics, Outcome};
-use super::pod::{self, Refused};
+use super::pod;
+use super::refusal::{No, failed, no, unknown};
 use crate::serve::{self, Reply, Responder, reply};
 
 /// A node asks for a pod's pull secrets: [`Wanted`] with its token.
@@ -33,8 +34,6 @@ const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
 /// Rate of token reviews per address. A call that the service can answer alone does not count, because other programs
 /// may share a node's address.
 const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
-/// Longest use of a connection. A node opens one for each request.
-const CONNECTION: Duration = Duration::from_secs(60);
 
 /// Pod that a node asks about.
 #[derive(Debug, Deserialize)]
@@ -45,28 +44,6 @@ pub(super) struct Wanted {
     /// Empty: any pod of this name on the node.
     #[serde(default)]
     pub(super) uid: String,
-}
-
-#[derive(Serialize)]
-struct Answered<'a> {
-    pod_uid: &'a str,
-    /// Empty: the pod has none.
-    dockerconfigjson: &'a str,
-    notes: &'a [String],
-}
-
-/// Refusal of a request.
-struct No {
-    status: StatusCode,
-    outcome: Outcome,
-    /// Text for the caller.
-    said: String,
-    /// Text for the service's own log, where it may contain more.
-    why: Option<&'static str>,
-}
-
-fn no(status: StatusCode, outcome: Outcome, said: impl Into<String>) -> No {
-    No { status, outcome, said: said.into(), why: None }
 }
 
 /// Caller and object of a request as far as they are known, for the log.
@@ -80,10 +57,10 @@ struct Audit {
 
 /// Answers the calls.
 pub(super) struct Desk {
-    pub(super) client: Client,
-    pub(super) classes: Vec<String>,
-    pub(super) callers: Callers,
-    pub(super) metrics: Metrics,
+    client: Client,
+    classes: Vec<String>,
+    callers: Callers,
+    metrics: Metrics,
     nodes: Limits<String>,
     addresses: Limits<IpAddr>,
     places: Semaphore,
@@ -115,10 +92,9 @@ impl Desk {
         let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let token = header.and_then(|value| value.strip_prefix("Bearer "));
         let token = token.filter(|token| token.len() <= LONGEST_TOKEN);
-        let unknown = |why: &str| no(StatusCode::UNAUTHORIZED, Outcome::Unknown, why);
         let token = token.ok_or_else(|| unknown("no bearer token in Authorization"))?;
         let node = match self.callers.known(token) {
-            Some(known) => known.map_err(|why| unknown(&why))?,
+            Some(known) => known.map_err(unknown)?,
             None => {
                 // Other programs at its address cannot hold off a node whose token was verified before.
                 let _turn = if self.callers.verified_before(token) {
@@ -126,7 +102,7 @@ impl Desk {
                 } else {
                     Some(self.addresses.enter(&peer, Instant::now()).ok_or_else(limited)?)
                 };
-                self.node(token).await?
+                timeout(WITHIN, self.callers.ask(token)).await.unwrap_or_else(|_| Err(late()))?
             }
         };
         audit.node = Some(node.clone());
@@ -154,32 +130,18 @@ impl Desk {
             let pod = pod::of_node(&self.client, node, &wanted, &self.classes).await?;
             pod::secrets(&self.client, pod).await
         };
-        let late = || {
-            let said = format!("the API server did not answer within {WITHIN:?}; ask again later");
-            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, said)
-        };
-        let found = timeout(WITHIN, looked).await.map_err(|_| late())?.map_err(refused)?;
+        let found = timeout(WITHIN, looked).await.unwrap_or_else(|_| Err(late()))?;
         (audit.secrets, audit.notes) = (Some(found.secrets), found.notes.len());
-        write(&Answered { pod_uid: &found.uid, dockerconfigjson: &found.config, notes: &found.notes })
-    }
-
-    /// Returns the node of the token as the API server knows it.
-    async fn node(&self, token: &str) -> Result<String, No> {
-        match timeout(WITHIN, self.callers.ask(token)).await {
-            Ok(Ok(node)) => Ok(node),
-            Ok(Err(Unknown::Refused(why))) => Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, why)),
-            Ok(Err(Unknown::Unasked(why))) => {
-                Err(no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, format!("{why}; ask again later")))
-            }
-            Err(_) => {
-                let said = format!("the API server did not answer within {WITHIN:?}; ask again later");
-                Err(no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, said))
-            }
-        }
+        serde_json::to_vec(&found).map_err(|why| {
+            no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, format!("the answer: {why}"))
+        })
     }
 }
 
 impl Responder for Desk {
+    /// A node opens a connection for each request.
+    const LIFETIME: Option<Duration> = Some(Duration::from_secs(60));
+
     async fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> Reply {
         let began = Instant::now();
         let call = match (request.method(), request.uri().path()) {
@@ -209,10 +171,6 @@ impl Responder for Desk {
     fn handshake_failed(&self) {
         self.metrics.handshakes_failed.inc();
     }
-
-    fn connection_within(&self) -> Option<Duration> {
-        Some(CONNECTION)
-    }
 }
 
 async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
@@ -222,21 +180,6 @@ async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
         .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))
 }
 
-fn write(answer: &Answered<'_>) -> Result<Vec<u8>, No> {
-    serde_json::to_vec(answer)
-        .map_err(|why| no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, format!("the answer: {why}")))
-}
-
-fn refused(why: Refused) -> No {
-    let said = why.to_string();
-    match why {
-        Refused::Pod { why, .. } => {
-            No { why: Some(why), ..no(StatusCode::FORBIDDEN, Outcome::Refused, said) }
-        }
-        Refused::Replaced { .. } => no(StatusCode::CONFLICT, Outcome::Refused, said),
-        Refused::Secrets(_) => no(StatusCode::UNPROCESSABLE_ENTITY, Outcome::Refused, said),
-        Refused::Api(_) => {
-            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, format!("{said}; ask again later"))
-        }
-    }
+fn late() -> No {
+    failed(format!("the API server did not answer within {WITHIN:?}"))
 }

@@ -1,7 +1,6 @@
 //! Identifies the node that asks, by its token.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use base64::Engine;
@@ -13,6 +12,8 @@ use parking_lot::Mutex;
 use peerpod_kube::client::{self, within};
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
+
+use super::refusal::{No, unknown};
 
 /// Keys that the API server adds to a user with a token bound to a pod.
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
@@ -29,17 +30,6 @@ const MOST: usize = 8192;
 const AT_ONCE: usize = 32;
 /// Longest token in bytes. A token of the API server has one to two kilobytes.
 pub(super) const LONGEST_TOKEN: usize = 16 * 1024;
-
-/// Reasons why the caller is unknown.
-#[derive(Clone, Debug, thiserror::Error)]
-pub(super) enum Unknown {
-    /// The token is not acceptable.
-    #[error("{0}")]
-    Refused(String),
-    /// The API server could not be asked.
-    #[error("{0}")]
-    Unasked(Arc<client::Error>),
-}
 
 /// End of the answer, and the node's name or the reason for a refusal.
 type Known = (Instant, Result<String, String>);
@@ -69,17 +59,18 @@ impl Callers {
     /// Returns the name of the node that the token was issued to, or the reason for a refusal; `None`: only the API
     /// server knows.
     pub(super) fn known(&self, token: &str) -> Option<Result<String, String>> {
-        self.remembered(token).or_else(|| left(token).err().map(|why| Err(why.to_owned())))
+        let known = self.known.lock().get(&digest(token)).cloned();
+        let remembered = known.filter(|(until, _)| *until > Instant::now()).map(|(_, found)| found);
+        remembered.or_else(|| left(token).err().map(|why| Err(why.to_owned())))
     }
 
     /// Asks the API server for the name of the node that the token was issued to.
-    pub(super) async fn ask(&self, token: &str) -> Result<String, Unknown> {
-        let left = left(token).map_err(|why| Unknown::Refused(why.to_owned()))?;
-        let status = self.review(token).await.map_err(|why| Unknown::Unasked(Arc::new(why)))?;
-        let found = self.read(status);
+    pub(super) async fn ask(&self, token: &str) -> Result<String, No> {
+        let left = left(token).map_err(unknown)?;
+        let found = self.read(self.review(token).await?);
         let remember = if found.is_ok() { REMEMBER.min(left) } else { REMEMBER_REFUSED };
         self.remember(token, (Instant::now() + remember, found.clone()));
-        found.map_err(Unknown::Refused)
+        found.map_err(unknown)
     }
 
     async fn review(&self, token: &str) -> Result<TokenReviewStatus, client::Error> {
@@ -128,13 +119,6 @@ impl Callers {
         Ok(name)
     }
 
-    /// Returns the remembered answer about the token.
-    fn remembered(&self, token: &str) -> Option<Result<String, String>> {
-        let known = self.known.lock();
-        let found = known.get(&digest(token)).filter(|(until, _)| *until > Instant::now());
-        found.map(|(_, found)| found.clone())
-    }
-
     /// Whether the last answer of the API server named a node; it may have ended.
     pub(super) fn verified_before(&self, token: &str) -> bool {
         self.known.lock().get(&digest(token)).is_some_and(|(_, found)| found.is_ok())
@@ -176,11 +160,7 @@ fn ends(token: &str) -> Option<SystemTime> {
     struct Claims {
         exp: u64,
     }
-    let mut parts = token.split('.');
-    let (_, payload, _) = (parts.next()?, parts.next()?, parts.next()?);
-    if parts.next().is_some() {
-        return None;
-    }
+    let [_, payload, _] = token.split('.').collect::<Vec<_>>()[..] else { return None };
     let claims: Claims = serde_json::from_slice(&BASE64_URL_SAFE_NO_PAD.decode(payload).ok()?).ok()?;
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(claims.exp))
 }

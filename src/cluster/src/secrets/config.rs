@@ -20,30 +20,25 @@ const CA_SETTLE: Duration = Duration::from_secs(600);
 /// Address that nodes ask for pull secrets (TLS).
 const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 9444);
 
-/// Settings of the service.
-#[derive(Clone, Debug)]
-pub struct SecretsConfig {
-    /// Address that nodes connect to (TLS).
-    pub listen: SocketAddr,
+#[derive(Clone)]
+pub(crate) struct SecretsConfig {
+    pub(super) listen: SocketAddr,
     /// Host of `secrets.address`: name in the service's own certificate; empty: `peerpod-secrets.<namespace>.svc`.
-    pub names: Vec<String>,
-    /// `AUDIENCE`.
-    pub audience: String,
-    /// `secrets.node-service-account`, as `namespace:name`; `None`: `peerpod-node` of the service's own namespace.
-    pub node_account: Option<String>,
+    pub(super) names: Vec<String>,
+    pub(super) audience: String,
+    /// As `namespace:name`; `None`: `peerpod-node` of the service's own namespace.
+    pub(super) node_account: Option<String>,
     /// `webhook.runtime-classes`: RuntimeClasses of peer pods.
-    pub runtime_classes: Vec<String>,
-    /// `secrets.ca-secret`: Secret that holds the CA.
-    pub ca_secret: String,
+    pub(super) runtime_classes: Vec<String>,
+    pub(super) ca_secret: String,
     /// ConfigMap of the same name in which nodes find the CA's certificate.
-    pub ca_config_map: String,
-    /// `CA_VALIDITY`, `CA_SETTLE`.
-    pub policy: Policy,
+    pub(super) ca_config_map: String,
+    pub(super) policy: Policy,
 }
 
 impl SecretsConfig {
     /// Reads the keys; `None` when `secrets.serve` is off.
-    pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
+    pub(crate) fn read(reader: &mut Reader) -> Option<SecretsConfig> {
         // Keys that only the nodes use.
         for key in ["server-name", "ca-file", "token-file", "deadline", "refresh"] {
             reader.leave(&format!("secrets.{key}"));
@@ -88,20 +83,16 @@ impl SecretsConfig {
             },
         };
         reader.removed("secrets.runtime-classes", "use webhook.runtime-classes");
-        config.check(reader);
-        serve.then_some(config)
-    }
-
-    fn check(&self, reader: &mut Reader) {
-        if self.node_account.as_ref().is_some_and(|account| account.split(':').count() != 2) {
+        if config.node_account.as_ref().is_some_and(|account| account.split(':').count() != 2) {
             reader.mistake(
                 "secrets.node-service-account",
                 "not namespace:name; write it like peerpod:peerpod-node",
             );
         }
-        if self.runtime_classes.is_empty() {
+        if config.runtime_classes.is_empty() {
             reader
                 .mistake("webhook.runtime-classes", "none; name at least one, or set secrets.serve to false");
         }
+        serve.then_some(config)
     }
 }

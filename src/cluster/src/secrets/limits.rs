@@ -11,7 +11,6 @@ use parking_lot::Mutex;
 /// Limit of remembered callers.
 const MOST: usize = 16_384;
 
-/// Rate of one caller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rate {
     /// Requests in a burst from rest.
@@ -28,7 +27,6 @@ struct Bucket {
     under_way: usize,
 }
 
-/// Buckets by caller.
 pub(super) struct Limits<K> {
     rate: Rate,
     buckets: Arc<Mutex<HashMap<K, Bucket>>>,

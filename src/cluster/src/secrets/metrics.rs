@@ -9,27 +9,20 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-/// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Call {
-    /// Asks for a pod's pull secrets.
     PullSecrets,
-    /// Asks for something else.
     Other,
 }
 
-/// Result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Outcome {
-    /// The call was answered.
     Answered,
-    /// The request is malformed.
     Malformed,
     /// The request has no acceptable token.
     Unknown,
     /// The object does not belong to the node.
     Refused,
-    /// The caller sent too many requests.
     Limited,
     /// The API server or a part of the service failed.
     Failed,
@@ -43,7 +36,7 @@ struct Labels {
 
 /// Metrics of the service, registered once per process.
 #[derive(Clone, Debug)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     requests: Family<Labels, Counter>,
     took: Histogram,
     pub(super) handshakes_failed: Counter,
@@ -51,8 +44,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Registers the metrics.
-    pub fn register(registry: &mut Registry) -> Metrics {
+    pub(crate) fn register(registry: &mut Registry) -> Metrics {
         // 0.5 ms to 8 s, doubled each time.
         let took = Histogram::new(exponential_buckets(0.5e-3, 2.0, 15));
         registry.register(

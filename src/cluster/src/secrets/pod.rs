@@ -3,53 +3,31 @@
 use std::collections::BTreeSet;
 
 use futures_util::{StreamExt, stream};
+use hyper::StatusCode;
 use k8s_openapi::api::core::v1::{LocalObjectReference, Pod, Secret, ServiceAccount};
 use kube::{Api, Client};
-use peerpod_kube::client::{self, within};
-use peerpod_kube::docker_config::{Bad, Form, Merged};
+use peerpod_kube::client::within;
+use peerpod_kube::docker_config::{Form, Merged};
+use serde::Serialize;
 use zeroize::Zeroizing;
 
 use super::answer::Wanted;
+use super::metrics::Outcome;
+use super::refusal::{No, no};
 
 /// Limit of pull secrets per pod. A kubelet has no limit, but no real pod has so many.
 const MOST: usize = 64;
 /// Concurrent reads of secrets for one request.
 const AT_ONCE: usize = 8;
 
-/// Reasons to refuse a request.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Refused {
-    /// The node may not ask for this pod. `said` contains no more than the node may know.
-    #[error("{said}")]
-    Pod {
-        /// Text for the node.
-        said: String,
-        /// Text for the service's own log.
-        why: &'static str,
-    },
-    /// Another pod has this name now.
-    #[error("pod {pod} has another uid than {uid}: it was replaced; ask for the pod that is there now")]
-    Replaced {
-        /// namespace/name.
-        pod: String,
-        /// The uid that was asked for.
-        uid: String,
-    },
-    /// The secrets cannot be merged.
-    #[error(transparent)]
-    Secrets(#[from] Bad),
-    /// The API server failed.
-    #[error(transparent)]
-    Api(#[from] client::Error),
-}
-
-/// Pull secrets of a pod.
+/// Pull secrets of a pod, in the form of an answer.
+#[derive(Serialize)]
 pub(super) struct Found {
-    /// The pod's uid.
-    pub(super) uid: String,
-    /// A `.dockerconfigjson`; empty: none.
-    pub(super) config: Zeroizing<String>,
+    pod_uid: String,
+    /// Empty: the pod has none.
+    dockerconfigjson: Zeroizing<String>,
     /// Number of secrets in it.
+    #[serde(skip)]
     pub(super) secrets: usize,
     /// Descriptions of missing and malformed secrets.
     pub(super) notes: Vec<String>,
@@ -61,19 +39,24 @@ pub(super) async fn of_node(
     node: &str,
     wanted: &Wanted,
     classes: &[String],
-) -> Result<Pod, Refused> {
+) -> Result<Pod, No> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), &wanted.namespace);
     let name = format!("{}/{}", wanted.namespace, wanted.name);
     let pod = within(format!("read pod {name}"), pods.get_opt(&wanted.name)).await?;
     // A node need not know whether such a pod exists elsewhere.
-    let elsewhere = |why| Refused::Pod { said: format!("there is no pod {name} on node {node}"), why };
+    let forbidden = |said, why| No { why: Some(why), ..no(StatusCode::FORBIDDEN, Outcome::Refused, said) };
+    let elsewhere = |why| forbidden(format!("there is no pod {name} on node {node}"), why);
     let Some(pod) = pod else { return Err(elsewhere("there is no such pod")) };
     let Some(spec) = &pod.spec else { return Err(elsewhere("it has no spec")) };
     if spec.node_name.as_deref() != Some(node) {
         return Err(elsewhere("it is on another node, or on none"));
     }
     if !wanted.uid.is_empty() && pod.metadata.uid.as_deref() != Some(&wanted.uid) {
-        return Err(Refused::Replaced { pod: name, uid: wanted.uid.clone() });
+        let uid = &wanted.uid;
+        let said = format!(
+            "pod {name} has another uid than {uid}: it was replaced; ask for the pod that is there now"
+        );
+        return Err(no(StatusCode::CONFLICT, Outcome::Refused, said));
     }
     if spec.runtime_class_name.as_ref().is_none_or(|class| !classes.contains(class)) {
         let said = format!(
@@ -81,14 +64,14 @@ pub(super) async fn of_node(
             spec.runtime_class_name.as_deref().unwrap_or(""),
             classes.join(", ")
         );
-        return Err(Refused::Pod { said, why: "no peer pod" });
+        return Err(forbidden(said, "no peer pod"));
     }
     Ok(pod)
 }
 
 /// Merges the pod's own secrets, then its service account's secrets; of one registry the first entry counts. Missing
 /// and malformed secrets are left out and noted, as a kubelet would continue without them.
-pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, Refused> {
+pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, No> {
     let namespace = pod.metadata.namespace.unwrap_or_default();
     let spec = pod.spec.unwrap_or_default();
     let mut notes = Vec::new();
@@ -120,7 +103,8 @@ pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, Refused>
             Err(why) => notes.push(format!("pull secret {namespace}/{name}: {why}")),
         }
     }
-    Ok(Found { uid: pod.metadata.uid.unwrap_or_default(), config: merged.write()?, secrets, notes })
+    let pod_uid = pod.metadata.uid.unwrap_or_default();
+    Ok(Found { pod_uid, dockerconfigjson: merged.write()?, secrets, notes })
 }
 
 /// Returns each name once, in Kubernetes' order.

@@ -8,6 +8,7 @@ use peerpod_base::config::Reader;
 use rustls::crypto::CryptoProvider;
 use rustls::{SupportedProtocolVersion, version};
 
+use super::certificate::Files;
 use super::managed::Managed;
 use super::mutate::{Profile, Totals};
 
@@ -23,41 +24,26 @@ const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 94
 const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 8081);
 
 /// Source of the server's certificate.
-#[derive(Clone, Debug)]
-pub enum Certificates {
+pub(super) enum Certificates {
     /// Two files that another system keeps up to date.
-    Mounted {
-        /// `CERTIFICATE_FILE`.
-        certificate_file: PathBuf,
-        /// `KEY_FILE`.
-        key_file: PathBuf,
-    },
+    Mounted(Files),
     /// The webhook's own CA.
     SelfManaged(Managed),
 }
 
-/// Settings of the webhook.
-#[derive(Clone, Debug)]
-pub struct WebhookConfig {
-    /// Address that the API server calls (TLS).
-    pub listen: SocketAddr,
-    /// Address of metrics and health.
-    pub admin_listen: SocketAddr,
-    /// `webhook.certificates`: source of its certificate.
-    pub certificates: Certificates,
-    /// `webhook.tls-min-version`.
-    pub versions: Vec<&'static SupportedProtocolVersion>,
+pub(crate) struct WebhookConfig {
+    pub(super) listen: SocketAddr,
+    pub(super) admin_listen: SocketAddr,
+    pub(super) certificates: Certificates,
+    pub(super) versions: Vec<&'static SupportedProtocolVersion>,
     /// `webhook.tls-cipher-suites`: ring, with these suites alone.
-    pub crypto: Arc<CryptoProvider>,
-    /// `webhook.exclude-namespaces`.
-    pub excluded: Vec<String>,
-    /// `webhook.runtime-classes`, each with the settings of its pods.
-    pub profiles: Vec<Profile>,
+    pub(super) crypto: Arc<CryptoProvider>,
+    pub(super) excluded: Vec<String>,
+    pub(super) profile: Profile,
 }
 
 impl WebhookConfig {
-    /// Reads the section `webhook`.
-    pub fn read(reader: &mut Reader) -> WebhookConfig {
+    pub(crate) fn read(reader: &mut Reader) -> WebhookConfig {
         let (versions, crypto) = tls(reader);
         WebhookConfig {
             listen: reader.constant("webhook.listen", "LISTEN", LISTEN),
@@ -70,7 +56,7 @@ impl WebhookConfig {
                 "kube-system",
                 "namespaces whose pods stay as they are, independent of the registration",
             ),
-            profiles: profiles(reader),
+            profile: profile(reader),
         }
     }
 }
@@ -83,19 +69,20 @@ fn certificates(reader: &mut Reader) -> Certificates {
         "source of the server's certificate: mounted (files, of cert-manager for instance) or self-managed \
          (our own CA, which is put into the registration)",
     );
-    let certificate_file =
-        reader.constant("webhook.certificate-file", "CERTIFICATE_FILE", PathBuf::from(CERTIFICATE_FILE));
-    let key_file = reader.constant("webhook.key-file", "KEY_FILE", PathBuf::from(KEY_FILE));
+    let files = Files {
+        certificate: reader.constant(
+            "webhook.certificate-file",
+            "CERTIFICATE_FILE",
+            PathBuf::from(CERTIFICATE_FILE),
+        ),
+        key: reader.constant("webhook.key-file", "KEY_FILE", PathBuf::from(KEY_FILE)),
+    };
     let managed = Managed::read(reader);
-    if from == "self-managed" {
-        Certificates::SelfManaged(managed)
-    } else {
-        Certificates::Mounted { certificate_file, key_file }
-    }
+    if from == "self-managed" { Certificates::SelfManaged(managed) } else { Certificates::Mounted(files) }
 }
 
-fn profiles(reader: &mut Reader) -> Vec<Profile> {
-    let classes: Vec<String> =
+fn profile(reader: &mut Reader) -> Profile {
+    let runtime_classes: Vec<String> =
         reader.get("webhook.runtime-classes", "kata-remote", "the RuntimeClasses whose pods are peer pods");
     let resource: String = reader.get(
         "cluster.extended-resource",
@@ -111,14 +98,12 @@ fn profiles(reader: &mut Reader) -> Vec<Profile> {
     );
     let gpus: Vec<String> =
         reader.get("webhook.gpu-resources", "nvidia.com/gpu", "the resources that are GPUs");
-    if classes.is_empty() {
+    if runtime_classes.is_empty() {
         reader.mistake("webhook.runtime-classes", "none; name at least one");
     }
     reader.removed("webhook.profile", "all classes have the settings of section webhook");
     let totals = if totals == "sum" { Totals::Sum } else { Totals::Effective };
-    let profile =
-        |runtime_class| Profile { runtime_class, resource: resource.clone(), totals, gpus: gpus.clone() };
-    classes.into_iter().map(profile).collect()
+    Profile { runtime_classes, resource, totals, gpus }
 }
 
 /// Uses the names of the replaced webhook: `VersionTLS12`, IANA's names of suites.

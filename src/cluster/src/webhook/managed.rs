@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use peerpod_base::config::Reader;
 use peerpod_kube::client;
-use tokio::sync::watch;
 
 use crate::authority::Policy;
-use crate::authority::maintainer::{Authority, CaMaintainer, Published};
+use crate::authority::maintainer::{CaMaintainer, Published};
 
 /// Validity of a CA. The next one is made when a third is left.
 const CA_VALIDITY: Duration = Duration::from_secs(365 * 86_400);
@@ -19,25 +18,18 @@ const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(7 * 86_400);
 const CA_SETTLE: Duration = Duration::from_secs(60);
 
 /// Settings of `webhook.certificates: self-managed`.
-#[derive(Clone, Debug)]
-pub struct Managed {
-    /// `kubernetes.kubeconfig`.
-    pub kubeconfig: Option<PathBuf>,
-    /// `cluster.namespace`.
-    pub namespace: Option<String>,
-    /// `webhook.ca-secret`.
-    pub secret: String,
-    /// `webhook.registration`.
-    pub registration: String,
+pub(super) struct Managed {
+    kubeconfig: Option<PathBuf>,
+    namespace: Option<String>,
+    secret: String,
+    registration: String,
     /// Names of the Service; empty: the registration's name.
-    pub names: Vec<String>,
-    /// `CA_VALIDITY`, `CERTIFICATE_VALIDITY`, `CA_SETTLE`.
-    pub policy: Policy,
+    names: Vec<String>,
+    policy: Policy,
 }
 
 impl Managed {
-    /// Reads the keys.
-    pub fn read(reader: &mut Reader) -> Managed {
+    pub(super) fn read(reader: &mut Reader) -> Managed {
         let validity = reader.constant("webhook.ca-validity", "CA_VALIDITY", CA_VALIDITY);
         let leaf =
             reader.constant("webhook.certificate-validity", "CERTIFICATE_VALIDITY", CERTIFICATE_VALIDITY);
@@ -66,13 +58,8 @@ impl Managed {
         }
     }
 
-    /// Returns the task that maintains the CA, a receiver of the CA, and the server's names.
-    ///
-    /// # Errors
-    /// The API server's address or credentials cannot be read.
-    pub async fn open(
-        self,
-    ) -> Result<(impl Future<Output = ()> + Send + 'static, Authority, Vec<String>), client::Error> {
+    /// Returns the maintainer of the CA, and the server's names.
+    pub(super) async fn open(self) -> Result<(CaMaintainer, Vec<String>), client::Error> {
         let client = client::connect(self.kubeconfig.as_deref()).await?;
         let namespace = self.namespace.unwrap_or_else(|| client.default_namespace().to_owned());
         let mut names = self.names;
@@ -80,9 +67,6 @@ impl Managed {
             names = vec![format!("{}.{namespace}.svc", self.registration)];
         }
         let published = Published::Webhook(self.registration);
-        let (sender, authority) = watch::channel(None);
-        let maintainer =
-            CaMaintainer { client, namespace, secret: self.secret, published, policy: self.policy };
-        Ok((maintainer.run(sender), authority, names))
+        Ok((CaMaintainer { client, namespace, secret: self.secret, published, policy: self.policy }, names))
     }
 }

@@ -15,25 +15,19 @@ const EXACT_DIGITS: usize = 20;
 
 /// Non-negative amount in billionths.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Quantity(i128);
-
-/// A text that is no quantity, or a quantity that no resource can have.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no quantity of a resource: {1}")]
-pub struct QuantityError(String, &'static str);
+pub(super) struct Quantity(i128);
 
 impl Quantity {
-    /// Zero.
-    pub const ZERO: Quantity = Quantity(0);
+    pub(super) const ZERO: Quantity = Quantity(0);
 
     /// Returns the sum, limited to the largest quantity.
     #[must_use]
-    pub fn plus(self, other: Quantity) -> Quantity {
+    pub(super) fn plus(self, other: Quantity) -> Quantity {
         Quantity((self.0 + other.0).min(MOST))
     }
 
     /// Returns the amount in whole units of `size`, rounded up: `ceil(1)` gives whole cores, `ceil(1 << 20)` MiB.
-    pub fn ceil(self, size: i64) -> i64 {
+    pub(super) fn ceil(self, size: i64) -> i64 {
         let unit = i128::from(size.max(1)) * NANO;
         // Fits: it is at most 2⁶³−1, with a unit of one.
         i64::try_from((self.0 + unit - 1) / unit).unwrap_or(i64::MAX)
@@ -41,12 +35,12 @@ impl Quantity {
 }
 
 impl FromStr for Quantity {
-    type Err = QuantityError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Quantity, QuantityError> {
+    fn from_str(text: &str) -> Result<Quantity, String> {
         let bad = |why| {
-            let shown = text.chars().take(MOST_CHARACTERS).collect();
-            QuantityError(shown, why)
+            let shown: String = text.chars().take(MOST_CHARACTERS).collect();
+            format!("{shown:?} is no quantity of a resource: {why}")
         };
         if text.len() > MOST_CHARACTERS {
             return Err(bad("too long"));
@@ -64,7 +58,7 @@ impl FromStr for Quantity {
         }
         let scale = scale(suffix)
             .ok_or_else(|| bad("the suffix is none of n u m k M G T P E Ki Mi Gi Ti Pi Ei or an exponent"))?;
-        let value = scale.apply(whole, fraction);
+        let value = billionths(whole, fraction, scale);
         if negative && value > 0 {
             return Err(bad("negative"));
         }
@@ -72,63 +66,51 @@ impl FromStr for Quantity {
     }
 }
 
-/// Factor of a suffix.
-#[derive(Clone, Copy)]
-enum Scale {
-    Binary(u32),
-    Decimal(i32),
-}
-
-fn scale(suffix: &str) -> Option<Scale> {
+/// Returns the power of ten of a suffix, and a further factor.
+fn scale(suffix: &str) -> Option<(i32, i128)> {
     Some(match suffix {
-        "n" => Scale::Decimal(-9),
-        "u" => Scale::Decimal(-6),
-        "m" => Scale::Decimal(-3),
-        "" => Scale::Decimal(0),
-        "k" => Scale::Decimal(3),
-        "M" => Scale::Decimal(6),
-        "G" => Scale::Decimal(9),
-        "T" => Scale::Decimal(12),
-        "P" => Scale::Decimal(15),
-        "E" => Scale::Decimal(18),
-        "Ki" => Scale::Binary(10),
-        "Mi" => Scale::Binary(20),
-        "Gi" => Scale::Binary(30),
-        "Ti" => Scale::Binary(40),
-        "Pi" => Scale::Binary(50),
-        "Ei" => Scale::Binary(60),
+        "n" => (-9, 1),
+        "u" => (-6, 1),
+        "m" => (-3, 1),
+        "" => (0, 1),
+        "k" => (3, 1),
+        "M" => (6, 1),
+        "G" => (9, 1),
+        "T" => (12, 1),
+        "P" => (15, 1),
+        "E" => (18, 1),
+        "Ki" => (0, 1 << 10),
+        "Mi" => (0, 1 << 20),
+        "Gi" => (0, 1 << 30),
+        "Ti" => (0, 1 << 40),
+        "Pi" => (0, 1 << 50),
+        "Ei" => (0, 1 << 60),
         exponent => {
             let digits = exponent.strip_prefix(['e', 'E'])?;
             // Outside this range every number is rounded up to a billionth or is the largest quantity.
-            Scale::Decimal(digits.parse::<i32>().ok()?.clamp(-100, 100))
+            (digits.parse::<i32>().ok()?.clamp(-100, 100), 1)
         }
     })
 }
 
-impl Scale {
-    /// Returns the digits with this scale in billionths, rounded up and limited to the largest quantity.
-    fn apply(self, whole: &str, fraction: &str) -> i128 {
-        let digits = whole.bytes().chain(fraction.bytes()).skip_while(|digit| *digit == b'0');
-        let digits: Vec<i128> = digits.map(|digit| i128::from(digit - b'0')).collect();
-        let (kept, cut) = digits.split_at(digits.len().min(EXACT_DIGITS));
-        if kept.is_empty() {
-            return 0;
-        }
-        let up = i128::from(cut.iter().any(|digit| *digit != 0));
-        let number = kept.iter().fold(0, |number, digit| number * 10 + digit) + up;
-        let (power, factor) = match self {
-            Scale::Decimal(power) => (power, 1),
-            Scale::Binary(bits) => (0, 1_i128 << bits),
-        };
-        // Both lengths are small: the text has at most 64 characters.
-        let places = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
-        let power = power + 9 + places(cut.len()) - places(fraction.len());
-        let number = number * factor; // below 10²⁰ × 2⁶⁰
-        match (10_i128.checked_pow(power.unsigned_abs()), power < 0) {
-            (Some(ten), true) => ((number + (ten - 1).min(i128::MAX - number)) / ten).min(MOST),
-            (None, true) => 1,
-            (ten, false) => ten.and_then(|ten| ten.checked_mul(number)).unwrap_or(MOST).min(MOST),
-        }
+/// Returns the digits with this scale in billionths, rounded up and limited to the largest quantity.
+fn billionths(whole: &str, fraction: &str, (power, factor): (i32, i128)) -> i128 {
+    let digits = whole.bytes().chain(fraction.bytes()).skip_while(|digit| *digit == b'0');
+    let digits: Vec<i128> = digits.map(|digit| i128::from(digit - b'0')).collect();
+    let (kept, cut) = digits.split_at(digits.len().min(EXACT_DIGITS));
+    if kept.is_empty() {
+        return 0;
+    }
+    let up = i128::from(cut.iter().any(|digit| *digit != 0));
+    let number = kept.iter().fold(0, |number, digit| number * 10 + digit) + up;
+    // Both lengths are small: the text has at most 64 characters.
+    let places = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
+    let power = power + 9 + places(cut.len()) - places(fraction.len());
+    let number = number * factor; // below 10²⁰ × 2⁶⁰
+    match (10_i128.checked_pow(power.unsigned_abs()), power < 0) {
+        (Some(ten), true) => ((number + (ten - 1).min(i128::MAX - number)) / ten).min(MOST),
+        (None, true) => 1,
+        (ten, false) => ten.and_then(|ten| ten.checked_mul(number)).unwrap_or(MOST).min(MOST),
     }
 }
 

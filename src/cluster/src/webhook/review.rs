@@ -3,6 +3,7 @@
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use json_patch::Patch;
+use kube::core::GroupVersionKind;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -25,27 +26,18 @@ struct Request {
     operation: String,
     #[serde(default)]
     namespace: String,
-    kind: Kind,
+    kind: GroupVersionKind,
     #[serde(default)]
     object: Value,
 }
 
-#[derive(Deserialize)]
-struct Kind {
-    #[serde(default)]
-    group: String,
-    kind: String,
-}
-
-/// Returns the bytes of the answer to a request, and its result.
-///
-/// # Errors
-/// The body is no valid request; the text is for the caller.
+/// Returns the answer to a request, and its result. An error means that the body is no valid request; its text is for the
+/// caller.
 pub(super) fn answer(
     body: &[u8],
-    profiles: &[Profile],
+    profile: &Profile,
     excluded: &[String],
-) -> Result<(Vec<u8>, Outcome), String> {
+) -> Result<(String, Outcome), String> {
     let review: Review =
         serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
     if review.api_version != API_VERSION {
@@ -56,10 +48,9 @@ pub(super) fn answer(
     }
     let request = review.request;
     let ours = request.operation == "CREATE"
-        && request.kind.group.is_empty()
-        && request.kind.kind == "Pod"
+        && request.kind == GroupVersionKind::gvk("", "v1", "Pod")
         && !excluded.contains(&request.namespace);
-    let patch = if ours { mutate(&request.object, profiles) } else { Ok(Patch(Vec::new())) };
+    let patch = if ours { mutate(&request.object, profile) } else { Ok(Patch(Vec::new())) };
     let (response, outcome) = match patch {
         Ok(patch) if patch.0.is_empty() => (json!({"uid": request.uid, "allowed": true}), Outcome::Unchanged),
         Ok(patch) => {
@@ -75,7 +66,7 @@ pub(super) fn answer(
         }
     };
     let review = json!({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response});
-    Ok((serde_json::to_vec(&review).map_err(|why| format!("write the answer: {why}"))?, outcome))
+    Ok((review.to_string(), outcome))
 }
 
 #[cfg(test)]
@@ -85,13 +76,13 @@ mod tests {
 
     fn ask(review: &Value) -> Result<(Value, Outcome), String> {
         let profile = Profile {
-            runtime_class: "kata-remote".to_owned(),
+            runtime_classes: vec!["kata-remote".to_owned()],
             resource: "kata.peerpods.io/vm".to_owned(),
             totals: Totals::Effective,
             gpus: Vec::new(),
         };
-        let (body, outcome) = answer(review.to_string().as_bytes(), &[profile], &["kube-system".to_owned()])?;
-        Ok((serde_json::from_slice(&body).unwrap(), outcome))
+        let (body, outcome) = answer(review.to_string().as_bytes(), &profile, &["kube-system".to_owned()])?;
+        Ok((serde_json::from_str(&body).unwrap(), outcome))
     }
 
     fn review(cpu: &str) -> Value {

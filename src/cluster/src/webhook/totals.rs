@@ -17,24 +17,23 @@ pub(super) enum Life {
     Init,
 }
 
-/// Returns the plain sum.
-pub(super) fn sum(needs: &[(Life, Quantity)]) -> Quantity {
-    needs.iter().fold(Quantity::ZERO, |sum, (_, need)| sum.plus(*need))
+pub(super) fn sum(needs: impl Iterator<Item = Quantity>) -> Quantity {
+    needs.fold(Quantity::ZERO, Quantity::plus)
 }
 
 /// Returns the largest need at any time. Init containers and sidecars must be in their order.
-pub(super) fn effective(needs: &[(Life, Quantity)]) -> Quantity {
+pub(super) fn effective(needs: impl Iterator<Item = (Life, Quantity)>) -> Quantity {
     let mut together = Quantity::ZERO;
     let mut sidecars = Quantity::ZERO;
     let mut worst = Quantity::ZERO;
     for (life, need) in needs {
         match life {
-            Life::App => together = together.plus(*need),
+            Life::App => together = together.plus(need),
             Life::Sidecar => {
-                together = together.plus(*need);
-                sidecars = sidecars.plus(*need);
+                together = together.plus(need);
+                sidecars = sidecars.plus(need);
             }
-            Life::Init => worst = worst.max(sidecars.plus(*need)),
+            Life::Init => worst = worst.max(sidecars.plus(need)),
         }
     }
     worst.max(together)
@@ -62,13 +61,13 @@ mod tests {
             (vec![(Sidecar, 2), (Init, 6), (App, 3)], 8),
             (vec![(Sidecar, 2), (Init, 6), (Sidecar, 4), (App, 3)], 9),
         ] {
-            let needs: Vec<_> = needs.into_iter().map(|(life, need)| (life, q(need))).collect();
-            assert_eq!(effective(&needs), q(expected), "{needs:?}");
+            let each = needs.iter().map(|(life, need)| (*life, q(*need)));
+            assert_eq!(effective(each), q(expected), "{needs:?}");
         }
     }
 
     #[test]
     fn the_plain_sum_knows_no_order() {
-        assert_eq!(sum(&[(Init, q(1)), (App, q(2)), (Sidecar, q(3))]), q(6));
+        assert_eq!(sum([q(1), q(2), q(3)].into_iter()), q(6));
     }
 }

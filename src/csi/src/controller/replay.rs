@@ -82,10 +82,10 @@ pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>,
         let identity = std::env::var("POD_NAME")
             .or_else(|_| std::env::var("HOSTNAME"))
             .unwrap_or_else(|_| format!("pid-{}", std::process::id()));
+        let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
         let election = Election::new(
-            client.clone(),
+            leases.clone(),
             ElectionConfig {
-                namespace: namespace.clone(),
                 name: format!("peerpod-csi-{}", VolumeId::of(&name, "")),
                 identity,
                 duration: Duration::from_secs(15),
@@ -101,7 +101,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>,
                 client: client.clone(),
                 upstream: upstream.clone(),
                 node_id: node_id.clone(),
-                leases: Api::namespaced(client.clone(), &namespace),
+                leases: leases.clone(),
                 metrics: metrics.clone(),
                 term: leader.term().clone(),
                 failures: Mutex::default(),

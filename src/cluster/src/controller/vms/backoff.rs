@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_common::backoff;
 
 /// Pause after the first failure.
@@ -27,13 +27,13 @@ impl Backoff {
 
     /// Returns the rest of this object's pause.
     pub(super) fn waits(&self, uid: &str, now: Instant) -> Option<Duration> {
-        let left = self.lock().get(uid)?.again.saturating_duration_since(now);
+        let left = self.failed.lock().get(uid)?.again.saturating_duration_since(now);
         (!left.is_zero()).then_some(left)
     }
 
     /// Records a failure and returns the pause, which is at least `least`, as the provider asks for.
     pub(super) fn failed(&self, uid: &str, now: Instant, least: Duration) -> Duration {
-        let mut all = self.lock();
+        let mut all = self.failed.lock();
         let first = || Failed { pauses: backoff::Backoff::new(FIRST, self.longest), again: now };
         let failed = all.entry(uid.to_owned()).or_insert_with(first);
         let pause = failed.pauses.pause().max(least);
@@ -42,21 +42,16 @@ impl Backoff {
     }
 
     pub(super) fn done(&self, uid: &str) {
-        self.lock().remove(uid);
+        self.failed.lock().remove(uid);
     }
 
     /// Removes all objects except these.
     pub(super) fn keep(&self, there: &HashSet<String>) {
-        self.lock().retain(|uid, _| there.contains(uid));
+        self.failed.lock().retain(|uid, _| there.contains(uid));
     }
 
     pub(super) fn len(&self) -> usize {
-        self.lock().len()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Failed>> {
-        // Every step leaves the map consistent.
-        self.failed.lock()
+        self.failed.lock().len()
     }
 }
 

@@ -4,15 +4,6 @@ use std::time::Duration;
 
 use peerpod_base::config::Reader;
 
-/// Treatment of orphaned VMs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Orphans {
-    /// Deletes them.
-    Delete,
-    /// Only reports them.
-    Report,
-}
-
 /// Number of VMs that are deleted at once.
 const CONCURRENCY: u16 = 50;
 /// Limit of one answer of the provider.
@@ -30,36 +21,25 @@ const NODE_GONE_GRACE: Duration = Duration::from_secs(300);
 /// Interval at which the provider's VMs are compared with the PeerPods.
 const SWEEP_EVERY: Duration = Duration::from_secs(60);
 
-/// Settings of both parts.
-#[derive(Clone, Debug)]
-pub struct VmsConfig {
+pub(in crate::controller) struct VmsConfig {
     /// `node.cluster-id`: part of the idempotency keys.
-    pub cluster_id: String,
-    /// `CONCURRENCY`.
-    pub concurrency: u16,
-    /// `CALL_TIMEOUT`.
-    pub call_timeout: Duration,
-    /// `LONGEST_PAUSE`.
-    pub longest_pause: Duration,
-    /// `NODE_FIRST`.
-    pub node_first: Duration,
-    /// `SETTLE`.
-    pub settle: Duration,
+    pub(super) cluster_id: String,
+    pub(in crate::controller) concurrency: u16,
+    pub(super) call_timeout: Duration,
+    pub(super) longest_pause: Duration,
+    pub(super) node_first: Duration,
+    pub(super) settle: Duration,
     /// `controller.cloud-providers`.
-    pub also: Vec<String>,
-    /// `controller.orphans`.
-    pub orphans: Orphans,
-    /// `ORPHAN_GRACE`.
-    pub orphan_grace: Duration,
-    /// `NODE_GONE_GRACE`.
-    pub node_gone_grace: Duration,
-    /// `SWEEP_EVERY`.
-    pub sweep_every: Duration,
+    pub(super) also: Vec<String>,
+    /// `controller.orphans`; else they are only reported.
+    pub(in crate::controller) delete_orphans: bool,
+    pub(in crate::controller) orphan_grace: Duration,
+    pub(super) node_gone_grace: Duration,
+    pub(super) sweep_every: Duration,
 }
 
 impl VmsConfig {
-    /// Reads the keys.
-    pub fn read(reader: &mut Reader, cluster_id: &str) -> VmsConfig {
+    pub(in crate::controller) fn read(reader: &mut Reader, cluster_id: &str) -> VmsConfig {
         let orphans = reader.choice(
             "controller.orphans",
             "delete",
@@ -78,7 +58,7 @@ impl VmsConfig {
             node_first: reader.constant("controller.node-first", "NODE_FIRST", NODE_FIRST),
             settle: reader.constant("controller.settle", "SETTLE", SETTLE),
             also: also.unwrap_or_default(),
-            orphans: if orphans == "report" { Orphans::Report } else { Orphans::Delete },
+            delete_orphans: orphans == "delete",
             orphan_grace: reader.constant("controller.orphan-grace", "ORPHAN_GRACE", ORPHAN_GRACE),
             node_gone_grace: reader.constant(
                 "controller.node-gone-grace",

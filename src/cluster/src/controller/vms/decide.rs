@@ -5,17 +5,6 @@ use std::time::Duration;
 
 use peerpod_kube::crds::Phase;
 
-/// State of the pod that a PeerPod belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pod {
-    /// No object of that uid exists; or the PeerPod names no pod, and no live node has it in its ledger.
-    Gone,
-    /// It has succeeded or failed, or its grace period is over.
-    Ended,
-    /// Its containers may be running.
-    Lives,
-}
-
 /// Input of the decision, each fact as far as it is needed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
@@ -27,22 +16,19 @@ pub(super) struct Facts {
     pub(super) daemon_lives: bool,
     /// Whether its Node object exists; `true` without a node, which proves nothing.
     pub(super) node_exists: bool,
-    /// State of its pod.
-    pub(super) pod: Pod,
+    /// Whether the containers of its pod may be running; without a known pod, whether a live node has it in its ledger.
+    pub(super) pod_lives: bool,
     /// Phase that its node wrote last.
     pub(super) phase: Option<Phase>,
 }
 
-/// Result of the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     /// The VM belongs to another provider.
     Foreign,
     /// The node may act first, for this time.
     NodeFirst(Duration),
-    /// Its pod runs.
     PodLives,
-    /// The VM is to be deleted.
     Delete,
 }
 
@@ -54,7 +40,7 @@ pub(super) fn decide(facts: &Facts, node_first: Duration) -> Decision {
         return Decision::NodeFirst(node_first - facts.since);
     }
     let node_lost = !facts.node_exists && !facts.daemon_lives;
-    if facts.pod == Pod::Lives && !stopped(facts.phase) && !node_lost {
+    if facts.pod_lives && !stopped(facts.phase) && !node_lost {
         return Decision::PodLives;
     }
     Decision::Delete
@@ -70,7 +56,6 @@ mod tests {
     use super::*;
 
     const FIRST: Duration = Duration::from_secs(30);
-    const PODS: [Pod; 3] = [Pod::Gone, Pod::Ended, Pod::Lives];
     const PHASES: [Option<Phase>; 8] = [
         None,
         Some(Phase::Created),
@@ -83,16 +68,15 @@ mod tests {
     ];
 
     fn all() -> impl Iterator<Item = Facts> {
-        let flags = (0..8_u8).map(|bits| [bits & 1 != 0, bits & 2 != 0, bits & 4 != 0]);
-        let pods = flags.flat_map(|flags| PODS.map(|pod| (flags, pod)));
-        let phases = pods.flat_map(|(flags, pod)| PHASES.map(|phase| (flags, pod, phase)));
-        phases.flat_map(|([ours, daemon_lives, node_exists], pod, phase)| {
+        let flags = (0..16_u8).map(|bits| [bits & 1 != 0, bits & 2 != 0, bits & 4 != 0, bits & 8 != 0]);
+        let phases = flags.flat_map(|flags| PHASES.map(|phase| (flags, phase)));
+        phases.flat_map(|([ours, daemon_lives, node_exists, pod_lives], phase)| {
             [0, 29, 30, 3600].map(|since| Facts {
                 ours,
                 since: Duration::from_secs(since),
                 daemon_lives,
                 node_exists,
-                pod,
+                pod_lives,
                 phase,
             })
         })
@@ -103,16 +87,14 @@ mod tests {
         for facts in all() {
             let may = facts.ours
                 && (!facts.daemon_lives || facts.since >= FIRST)
-                && (facts.pod != Pod::Lives
-                    || stopped(facts.phase)
-                    || !facts.node_exists && !facts.daemon_lives);
+                && (!facts.pod_lives || stopped(facts.phase) || !facts.node_exists && !facts.daemon_lives);
             assert_eq!(decide(&facts, FIRST) == Decision::Delete, may, "{facts:?}");
         }
     }
 
     #[test]
     fn only_a_running_pod_or_another_provider_causes_an_endless_wait() {
-        for facts in all().filter(|facts| facts.ours && facts.pod != Pod::Lives) {
+        for facts in all().filter(|facts| facts.ours && !facts.pod_lives) {
             let later = Facts { since: Duration::from_secs(3600), ..facts };
             assert_eq!(decide(&later, FIRST), Decision::Delete, "{facts:?}");
         }

@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, Pod as KubePod};
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use k8s_openapi::jiff::Timestamp;
 use kube::{Api, ResourceExt};
 use peerpod_kube::client::{self, within};
 use peerpod_kube::crds::PeerPod;
 use peerpod_kube::{heartbeat, lease};
 
-use super::decide::{Facts, Pod, stopped};
+use super::decide::{Facts, stopped};
 use crate::controller::Context;
 
 /// How long past its own grace period a deleted pod may still be running.
@@ -19,21 +20,11 @@ pub(super) const LEAVING: Duration = Duration::from_secs(60);
 /// node its turn: orphans are judged by the controller's clock alone.)
 const SKEW: Duration = Duration::from_secs(60);
 
-/// Pod that a PeerPod belongs to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct OwnerPod {
-    pub(super) name: String,
-    pub(super) uid: String,
-}
-
 /// Returns the first pod among the owner references, at any position.
-pub(super) fn owner_of(peerpod: &PeerPod) -> Option<OwnerPod> {
-    let owner =
-        peerpod.owner_references().iter().find(|owner| owner.kind == "Pod" && owner.api_version == "v1")?;
-    Some(OwnerPod { name: owner.name.clone(), uid: owner.uid.clone() })
+pub(super) fn owner_of(peerpod: &PeerPod) -> Option<&OwnerReference> {
+    peerpod.owner_references().iter().find(|owner| owner.kind == "Pod" && owner.api_version == "v1")
 }
 
-/// Reads the facts for the decision.
 pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> Result<Facts, client::Error> {
     let now = Timestamp::now();
     let phase = peerpod.status.as_ref().and_then(|status| status.phase);
@@ -43,7 +34,7 @@ pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> 
         since: age(asked_for, now),
         daemon_lives: false,
         node_exists: true,
-        pod: Pod::Gone,
+        pod_lives: false,
         phase,
     };
     if !ours {
@@ -57,15 +48,15 @@ pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> 
         return Ok(facts);
     }
     let Some(owner) = owner_of(peerpod) else {
-        facts.pod = pod_unsaid(peerpod, facts.daemon_lives);
+        facts.pod_lives = unsaid_pod_lives(peerpod, facts.daemon_lives);
         return Ok(facts);
     };
     if let Some(namespace) = peerpod.namespace() {
-        let pods: Api<KubePod> = Api::namespaced(context.client.clone(), &namespace);
+        let pods: Api<Pod> = Api::namespaced(context.client.clone(), &namespace);
         let found = within(format!("read pod {namespace}/{}", owner.name), pods.get_opt(&owner.name)).await?;
-        facts.pod = pod_state(found.as_ref(), &owner.uid, now);
+        facts.pod_lives = pod_lives(found.as_ref(), &owner.uid, now);
     }
-    if let (Some(node), Pod::Lives, false) = (node, facts.pod, facts.daemon_lives) {
+    if let (Some(node), true, false) = (node, facts.pod_lives, facts.daemon_lives) {
         let nodes: Api<Node> = Api::all(context.client.clone());
         let found = within(format!("read node {node}"), nodes.get_metadata_opt(node)).await?;
         facts.node_exists = found.is_some();
@@ -80,10 +71,13 @@ async fn daemon_lives(context: &Context, node: &str, now: Timestamp) -> Result<b
     Ok(found.is_some_and(|lease| is_fresh(&lease, now)))
 }
 
-/// Compares the node's clock with the controller's clock.
 fn is_fresh(found: &Lease, now: Timestamp) -> bool {
-    let renewed = found.spec.as_ref().and_then(|spec| spec.renew_time.as_ref()).map(|at| at.0);
-    renewed.is_some_and(|at| age(at, now) < lease::lasts(found).unwrap_or_default() + SKEW)
+    since_renewal(found, now).is_some_and(|age| age < lease::lasts(found).unwrap_or_default() + SKEW)
+}
+
+/// Compares the clock of the Lease's owner with the controller's clock.
+pub(super) fn since_renewal(found: &Lease, now: Timestamp) -> Option<Duration> {
+    Some(age(found.spec.as_ref()?.renew_time.as_ref()?.0, now))
 }
 
 /// Zero for a time in the future.
@@ -91,24 +85,19 @@ fn age(at: Timestamp, now: Timestamp) -> Duration {
     Duration::try_from(now.duration_since(at)).unwrap_or_default()
 }
 
-/// Returns the state of an unknown pod, of which the PeerPod has no owner reference. A node writes the PeerPod even
-/// while it cannot find the pod. A live node has the sandbox in its ledger, and has recorded no stop.
-fn pod_unsaid(peerpod: &PeerPod, daemon_lives: bool) -> Pod {
-    if peerpod.spec.sandbox_id.is_some() && daemon_lives { Pod::Lives } else { Pod::Gone }
+/// Whether an unknown pod lives, of which the PeerPod has no owner reference. A node writes the PeerPod even while it
+/// cannot find the pod. A live node has the sandbox in its ledger, and has recorded no stop.
+fn unsaid_pod_lives(peerpod: &PeerPod, daemon_lives: bool) -> bool {
+    peerpod.spec.sandbox_id.is_some() && daemon_lives
 }
 
-/// Returns the state of the pod of this uid, given the pod found under its name.
-fn pod_state(found: Option<&KubePod>, uid: &str, now: Timestamp) -> Pod {
-    let Some(pod) = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)) else { return Pod::Gone };
+/// Whether the pod of this uid lives, given the pod found under its name.
+fn pod_lives(found: Option<&Pod>, uid: &str, now: Timestamp) -> bool {
+    let Some(pod) = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)) else { return false };
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-    if matches!(phase, Some("Succeeded" | "Failed")) {
-        return Pod::Ended;
-    }
     // A pod's deletionTimestamp is the moment at which its grace period ends.
-    let over = pod.metadata.deletion_timestamp.as_ref().is_some_and(|at| {
-        SignedDuration::try_from(LEAVING).is_ok_and(|leaving| now.duration_since(at.0) > leaving)
-    });
-    if over { Pod::Ended } else { Pod::Lives }
+    let over = pod.metadata.deletion_timestamp.as_ref().is_some_and(|at| age(at.0, now) > LEAVING);
+    !matches!(phase, Some("Succeeded" | "Failed")) && !over
 }
 
 #[cfg(test)]
@@ -125,34 +114,30 @@ mod tests {
         Timestamp::from_second(1_000_000 + second).unwrap()
     }
 
-    fn pod(phase: &str, leaves: Option<i64>) -> KubePod {
+    fn pod(phase: &str, leaves: Option<i64>) -> Pod {
         let metadata = ObjectMeta {
             uid: Some("u".into()),
             deletion_timestamp: leaves.map(|second| Time(at(second))),
             ..ObjectMeta::default()
         };
         let status = PodStatus { phase: Some(phase.into()), ..PodStatus::default() };
-        KubePod { metadata, status: Some(status), ..KubePod::default() }
+        Pod { metadata, status: Some(status), ..Pod::default() }
     }
 
     #[test]
     fn a_pod_is_known_by_its_uid_and_lives_until_it_ended_or_its_time_is_over() {
-        let state = |pod: &KubePod, uid| pod_state(Some(pod), uid, at(0));
-        assert_eq!(pod_state(None, "u", at(0)), Pod::Gone);
-        assert_eq!(state(&pod("Running", None), "of the next one of this name"), Pod::Gone);
+        let lives = |pod: &Pod, uid| pod_lives(Some(pod), uid, at(0));
+        assert!(!pod_lives(None, "u", at(0)));
+        assert!(!lives(&pod("Running", None), "of the next one of this name"));
         for phase in ["Pending", "Running", "Unknown"] {
-            assert_eq!(state(&pod(phase, None), "u"), Pod::Lives, "{phase}");
+            assert!(lives(&pod(phase, None), "u"), "{phase}");
         }
         for phase in ["Succeeded", "Failed"] {
-            assert_eq!(state(&pod(phase, None), "u"), Pod::Ended, "{phase}");
+            assert!(!lives(&pod(phase, None), "u"), "{phase}");
         }
-        assert_eq!(state(&pod("Running", Some(30)), "u"), Pod::Lives, "in its grace period");
-        assert_eq!(state(&pod("Running", Some(-60)), "u"), Pod::Lives);
-        assert_eq!(
-            state(&pod("Running", Some(-61)), "u"),
-            Pod::Ended,
-            "a kubelet that died does not keep it"
-        );
+        assert!(lives(&pod("Running", Some(30)), "u"), "in its grace period");
+        assert!(lives(&pod("Running", Some(-60)), "u"));
+        assert!(!lives(&pod("Running", Some(-61)), "u"), "a kubelet that died does not keep it");
     }
 
     #[test]
@@ -163,19 +148,15 @@ mod tests {
         };
         let peerpod = |sandbox| PeerPod::new("p", spec(sandbox));
         assert_eq!(owner_of(&peerpod(Some("s"))), None);
-        assert_eq!(pod_unsaid(&peerpod(Some("s")), true), Pod::Lives);
-        assert_eq!(
-            pod_unsaid(&peerpod(Some("s")), false),
-            Pod::Gone,
-            "no process is left that could stop it"
-        );
-        assert_eq!(pod_unsaid(&peerpod(None), true), Pod::Gone, "of the replaced system");
+        assert!(unsaid_pod_lives(&peerpod(Some("s")), true));
+        assert!(!unsaid_pod_lives(&peerpod(Some("s")), false), "no process is left that could stop it");
+        assert!(!unsaid_pod_lives(&peerpod(None), true), "of the replaced system");
         let facts = |phase| Facts {
             ours: true,
             since: Duration::from_secs(3600),
             daemon_lives: true,
             node_exists: true,
-            pod: Pod::Lives,
+            pod_lives: true,
             phase,
         };
         let first = Duration::from_secs(30);

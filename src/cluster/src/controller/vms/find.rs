@@ -83,12 +83,11 @@ pub(super) enum Meant {
     Several(usize),
 }
 
-/// Returns the VMs for these keys. `others` returns instance id and key of the other PeerPods, and is called only for a
-/// shared key.
+/// Returns the VMs for these keys. The other PeerPods' specs are read only for a shared key.
 pub(super) fn meant<'a>(
     keys: &Keys,
     owned: &[Owned],
-    others: impl Fn() -> Vec<(Option<&'a str>, Option<&'a str>)>,
+    others: impl Iterator<Item = &'a PeerPodSpec> + Clone,
 ) -> Meant {
     let exists = owned.iter().filter(|vm| vm.state != OwnedState::Deleting);
     let with = |wanted: &dyn Fn(&IdempotencyKey) -> bool| -> Vec<InstanceId> {
@@ -97,15 +96,13 @@ pub(super) fn meant<'a>(
     let mut vms = with(&|key| keys.own.contains(key));
     let Some(shared) = &keys.shared else { return Meant::Vms(vms) };
     let mut candidates = with(&|key| key == shared);
-    if candidates.is_empty() {
-        return Meant::Vms(vms);
-    }
-    let others = others();
-    candidates.retain(|id| !others.iter().any(|(named, _)| *named == Some(id.as_str())));
-    let contested = others.iter().any(|(named, key)| named.is_none() && *key == Some(shared.as_str()));
+    candidates.retain(|id| !others.clone().any(|spec| spec.instance_id.as_deref() == Some(id.as_str())));
+    let contested = |spec: &PeerPodSpec| {
+        spec.instance_id.is_none() && spec.idempotency_key.as_deref() == Some(shared.as_str())
+    };
     match candidates.len() {
         0 => {}
-        1 if !contested => vms.append(&mut candidates),
+        1 if !others.clone().any(contested) => vms.append(&mut candidates),
         several => return Meant::Several(several),
     }
     Meant::Vms(vms)
@@ -194,7 +191,8 @@ mod tests {
             vm("cluster", IdempotencyKey::derive("d", "s", 0)),
             Owned { state: OwnedState::Deleting, ..vm("going", IdempotencyKey::derive("c", "s", 1)) },
         ];
-        assert_eq!(meant(&keys, &owned, || panic!("not needed")), ids(&["first", "fallback"]));
+        let not_needed = std::iter::from_fn(|| -> Option<&PeerPodSpec> { panic!("not needed") });
+        assert_eq!(meant(&keys, &owned, not_needed), ids(&["first", "fallback"]));
     }
 
     #[test]
@@ -207,17 +205,25 @@ mod tests {
         let keys = keys("c", &spec);
         assert_eq!(keys.shared, Some(key("batch")));
         let owned = [vm("a", key("batch")), vm("b", key("batch"))];
-        assert_eq!(meant(&keys, &owned, || vec![(Some("a"), Some("batch"))]), ids(&["b"]));
-        assert_eq!(meant(&keys, &owned, Vec::new), Meant::Several(2));
-        let contested = || vec![(Some("a"), Some("batch")), (None, Some("batch"))];
+        let meant = |owned: &[Owned], others: &[(Option<&str>, Option<&str>)]| {
+            let spec = |(id, key): &(Option<&str>, Option<&str>)| PeerPodSpec {
+                instance_id: id.map(str::to_owned),
+                idempotency_key: key.map(str::to_owned),
+                ..PeerPodSpec::default()
+            };
+            let others: Vec<PeerPodSpec> = others.iter().map(spec).collect();
+            meant(&keys, owned, others.iter())
+        };
+        assert_eq!(meant(&owned, &[(Some("a"), Some("batch"))]), ids(&["b"]));
+        assert_eq!(meant(&owned, &[]), Meant::Several(2));
+        let contested = [(Some("a"), Some("batch")), (None, Some("batch"))];
         assert_eq!(
-            meant(&keys, &owned, contested),
+            meant(&owned, &contested),
             Meant::Several(1),
             "the other PeerPod counts as well as this one"
         );
-        assert_eq!(meant(&keys, &[], Vec::new), ids(&[]));
-        let both = || vec![(Some("a"), None), (Some("b"), None)];
-        assert_eq!(meant(&keys, &owned, both), ids(&[]));
+        assert_eq!(meant(&[], &[]), ids(&[]));
+        assert_eq!(meant(&owned, &[(Some("a"), None), (Some("b"), None)]), ids(&[]));
     }
 
     fn peerpod(name: &str, created: i64, spec: PeerPodSpec) -> PeerPod {

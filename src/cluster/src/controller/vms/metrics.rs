@@ -1,7 +1,9 @@
 //! Counts the work of both parts. (The provider's decorator counts its calls.)
 
+use std::hash::Hash;
+
 use peerpod_base::metrics::register;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::encoding::EncodeLabelValue;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -10,50 +12,36 @@ use prometheus_client::registry::Registry;
 /// Result of one attempt to end a PeerPod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Outcome {
-    /// Its VM is deleted and its finalizer is removed.
     Deleted,
-    /// There was no VM.
     NoVm,
     /// The provider or the API server refused.
     Failed,
     /// It belongs to another provider.
     Foreign,
-    /// It was left to its node.
     LeftToNode,
-    /// Its pod runs.
     PodLives,
     /// The VM that it names belongs to another owner: its finalizer is removed, and the VM stays.
     NotOurs,
 }
 
-/// Result for an orphaned VM or a PeerPod of a lost node.
+/// Result for an orphaned VM, a PeerPod of a lost node, or an old heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Removal {
-    /// It was deleted.
     Deleted,
-    /// It was only reported.
     Reported,
-    /// It could not be deleted.
     Failed,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Ended {
-    outcome: Outcome,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Removed {
-    outcome: Removal,
-}
+/// Counters with the label `outcome`.
+type By<O> = Family<[(&'static str, O); 1], Counter>;
 
 /// The registration describes each metric.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
-    peerpods: Family<Ended, Counter>,
-    orphans: Family<Removed, Counter>,
-    lost: Family<Removed, Counter>,
-    heartbeats: Family<Removed, Counter>,
+    pub(super) peerpods: By<Outcome>,
+    pub(super) orphans: By<Removal>,
+    pub(super) lost: By<Removal>,
+    pub(super) heartbeats: By<Removal>,
     pub(super) deleting: Gauge,
     pub(super) failing: Gauge,
     pub(super) unclaimed: Gauge,
@@ -90,22 +78,11 @@ impl Metrics {
             ),
         }
     }
+}
 
-    pub(super) fn ended(&self, outcome: Outcome) {
-        self.peerpods.get_or_create(&Ended { outcome }).inc();
-    }
-
-    pub(super) fn orphan(&self, outcome: Removal) {
-        self.orphans.get_or_create(&Removed { outcome }).inc();
-    }
-
-    pub(super) fn heartbeat(&self, outcome: Removal) {
-        self.heartbeats.get_or_create(&Removed { outcome }).inc();
-    }
-
-    pub(super) fn lost(&self, outcome: Removal) {
-        self.lost.get_or_create(&Removed { outcome }).inc();
-    }
+/// Adds one result.
+pub(super) fn count<O: Clone + Eq + Hash>(by: &By<O>, outcome: O) {
+    by.get_or_create(&[("outcome", outcome)]).inc();
 }
 
 #[cfg(test)]
@@ -119,10 +96,10 @@ mod tests {
         let mut registry = Registry::default();
         crate::controller::app::leading(&mut registry);
         let metrics = Metrics::register(&mut registry);
-        metrics.ended(Outcome::Deleted);
-        metrics.orphan(Removal::Deleted);
-        metrics.heartbeat(Removal::Deleted);
-        metrics.lost(Removal::Deleted);
+        count(&metrics.peerpods, Outcome::Deleted);
+        count(&metrics.orphans, Removal::Deleted);
+        count(&metrics.heartbeats, Removal::Deleted);
+        count(&metrics.lost, Removal::Deleted);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "controller", &text).unwrap();
     }

@@ -2,6 +2,7 @@
 //! `controller::vms` has the rules.
 
 use std::collections::{HashMap, HashSet};
+use std::mem::take;
 use std::time::{Duration, Instant};
 
 use peerpod_kube::crds::{PeerPod, PeerPodSpec};
@@ -88,54 +89,48 @@ impl Seen {
     /// Records an observation. `peerpods_of` are the nodes that PeerPods name.
     pub(super) fn inspect(
         &mut self,
-        inspect: &Look<'_>,
+        look: &Look<'_>,
         peerpods_of: &HashSet<String>,
         orphan_grace: Duration,
         node_grace: Duration,
     ) -> Found {
-        self.note_beats(inspect);
+        self.note_beats(look);
         let mut found = Found::default();
-        self.note_vms(inspect, orphan_grace, &mut found);
-        self.note_nodes(inspect, peerpods_of, node_grace, &mut found);
+        self.note_vms(look, orphan_grace, &mut found);
+        self.note_nodes(look, peerpods_of, node_grace, &mut found);
         found
     }
 
-    fn note_beats(&mut self, inspect: &Look<'_>) {
-        self.beats.retain(|node, _| inspect.beats.contains_key(node));
-        for (node, beat) in inspect.beats {
-            let known = self.beats.entry(node.clone()).or_insert_with(|| (beat.version.clone(), inspect.at));
-            if known.0 != beat.version {
-                *known = (beat.version.clone(), inspect.at);
-            }
+    fn note_beats(&mut self, look: &Look<'_>) {
+        let before = take(&mut self.beats);
+        for (node, beat) in look.beats {
+            let same = before.get(node).filter(|(version, _)| *version == beat.version);
+            let changed = same.map_or(look.at, |(_, changed)| *changed);
+            self.beats.insert(node.clone(), (beat.version.clone(), changed));
         }
     }
 
     /// Whether the node's heartbeat was not renewed within `grace` and its own duration; `None`: it has no heartbeat.
-    fn silent(&self, inspect: &Look<'_>, node: &str, grace: Duration) -> Option<bool> {
-        let (beat, (_, changed)) = (inspect.beats.get(node)?, self.beats.get(node)?);
-        Some(inspect.at.duration_since(*changed) >= grace.max(beat.lasts))
+    fn silent(&self, look: &Look<'_>, node: &str, grace: Duration) -> Option<bool> {
+        let (beat, (_, changed)) = (look.beats.get(node)?, self.beats.get(node)?);
+        Some(look.at.duration_since(*changed) >= grace.max(beat.lasts))
     }
 
-    fn note_vms(&mut self, inspect: &Look<'_>, grace: Duration, found: &mut Found) {
-        let unclaimed: Vec<&Owned> = inspect
-            .owned
-            .iter()
-            .filter(|vm| vm.state != OwnedState::Deleting && !inspect.claims.has(vm))
-            .collect();
-        let ids: HashSet<&InstanceId> = unclaimed.iter().map(|vm| &vm.id).collect();
-        self.unclaimed.retain(|id, _| ids.contains(id));
-        found.unclaimed = unclaimed.len();
-        for vm in unclaimed {
-            let since = *self.unclaimed.entry(vm.id.clone()).or_insert(inspect.at);
-            let unclaimed_for = inspect.at.duration_since(since);
-            let silent = vm.node.as_deref().and_then(|node| Some((node, self.silent(inspect, node, grace)?)));
+    fn note_vms(&mut self, look: &Look<'_>, grace: Duration, found: &mut Found) {
+        let before = take(&mut self.unclaimed);
+        for vm in look.owned.iter().filter(|vm| vm.state != OwnedState::Deleting && !look.claims.has(vm)) {
+            found.unclaimed += 1;
+            let since = before.get(&vm.id).copied().unwrap_or(look.at);
+            self.unclaimed.insert(vm.id.clone(), since);
+            let unclaimed_for = look.at.duration_since(since);
+            let silent = vm.node.as_deref().and_then(|node| Some((node, self.silent(look, node, grace)?)));
             match silent {
                 None => found.unattributed.push(vm.id.clone()),
                 Some((node, true)) if unclaimed_for >= grace => found.suspects.push(Suspect {
                     id: vm.id.clone(),
                     name: vm.name.clone(),
                     node: node.to_owned(),
-                    node_exists: inspect.nodes.contains(node),
+                    node_exists: look.nodes.contains(node),
                     unclaimed_for,
                 }),
                 Some(_) => {}
@@ -145,20 +140,20 @@ impl Seen {
 
     fn note_nodes(
         &mut self,
-        inspect: &Look<'_>,
+        look: &Look<'_>,
         peerpods_of: &HashSet<String>,
         grace: Duration,
         found: &mut Found,
     ) {
-        let gone = |seen: &Seen, node: &String| {
+        let before = take(&mut self.gone);
+        for node in peerpods_of.iter().filter(|node| !look.nodes.contains(*node)) {
             // A node that never had a heartbeat is judged by its Node object alone.
-            !inspect.nodes.contains(node) && seen.silent(inspect, node, Duration::ZERO).unwrap_or(true)
-        };
-        let now_gone: HashSet<&String> = peerpods_of.iter().filter(|node| gone(self, node)).collect();
-        self.gone.retain(|node, _| now_gone.contains(node));
-        for node in now_gone {
-            let since = *self.gone.entry(node.clone()).or_insert(inspect.at);
-            if inspect.at.duration_since(since) >= grace {
+            if self.silent(look, node, Duration::ZERO) == Some(false) {
+                continue;
+            }
+            let since = before.get(node).copied().unwrap_or(look.at);
+            self.gone.insert(node.clone(), since);
+            if look.at.duration_since(since) >= grace {
                 found.gone.insert(node.clone());
             }
         }

@@ -14,7 +14,7 @@ use kube::runtime::watcher;
 use kube::{Api, ResourceExt};
 use peerpod_kube::client::{self, within};
 use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodSpec};
-use peerpod_kube::lease::NotHeld;
+use peerpod_kube::lease::{NotHeld, Term};
 use peerpod_provider_api::{Error as ProviderError, InstanceId, Retry};
 use serde_json::json;
 use tracing::{debug, info, warn};
@@ -24,9 +24,9 @@ use super::backoff::Backoff;
 use super::decide::{Decision, decide};
 use super::facts::{gather, owner_of};
 use super::find::{Meant, another_ones, keys, meant};
-use super::metrics::Outcome;
+use super::metrics::{Outcome, count};
 use super::report::{self, Stays};
-use crate::controller::{Context, Part};
+use crate::controller::Context;
 
 /// Interval for another check of a running pod. Its end causes no event here.
 const POD_AGAIN: Duration = Duration::from_secs(15);
@@ -55,22 +55,19 @@ enum Error {
 struct Work {
     vms: Arc<Vms>,
     context: Context,
+    term: Term,
     backoff: Backoff,
     store: Store<PeerPod>,
 }
 
-pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
-    Part::new("peerpods", true, move |context| run(vms.clone(), context))
-}
-
-async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
+pub(in crate::controller) async fn run(vms: Arc<Vms>, context: Context, term: Term) -> anyhow::Result<()> {
     context.ready.not_ready("peerpods", "the PeerPods are not listed yet");
     let peerpods: Api<PeerPod> = Api::all(context.client.clone());
     let controller = Controller::new(peerpods, watcher::Config::default().timeout(WATCH))
         .with_config(controller::Config::default().concurrency(vms.config.concurrency));
     let store = controller.store();
     let backoff = Backoff::new(vms.config.longest_pause);
-    let work = Arc::new(Work { vms, context, backoff, store });
+    let work = Arc::new(Work { vms, context, term, backoff, store });
     let mut done = std::pin::pin!(controller.run(reconcile, again, work.clone()));
     let mut count = tokio::time::interval(COUNT_EVERY);
     loop {
@@ -106,13 +103,9 @@ impl Work {
             return;
         }
         self.context.ready.ready("peerpods");
-        let going: HashSet<String> = self
-            .store
-            .state()
-            .iter()
-            .filter(|peerpod| is_going(peerpod))
-            .filter_map(|one| one.uid())
-            .collect();
+        let all = self.store.state();
+        let going: HashSet<String> =
+            all.iter().filter(|one| is_going(one)).filter_map(|one| one.uid()).collect();
         self.backoff.keep(&going);
         self.vms.metrics.deleting.set(going.len().try_into().unwrap_or(i64::MAX));
         self.vms.metrics.failing.set(self.backoff.len().try_into().unwrap_or(i64::MAX));
@@ -152,7 +145,7 @@ async fn reconcile(peerpod: Arc<PeerPod>, work: Arc<Work>) -> Result<Action, Err
         Ok(_) => work.backoff.done(&uid),
         Err(Error::NotHeld(_)) => {}
         Err(error) => {
-            work.vms.metrics.ended(Outcome::Failed);
+            count(&work.vms.metrics.peerpods, Outcome::Failed);
             warn!(peerpod = full_name(&peerpod), %error, "a PeerPod cannot be ended yet");
         }
     }
@@ -164,20 +157,19 @@ impl Work {
         let Work { vms, context, .. } = self;
         let ours = vms.is_ours(peerpod.spec.cloud_provider.as_deref());
         let facts = gather(context, peerpod, ours).await?;
-        let decision = decide(&facts, vms.config.node_first);
-        match decision {
+        match decide(&facts, vms.config.node_first) {
             Decision::NodeFirst(left) => {
-                vms.metrics.ended(Outcome::LeftToNode);
+                count(&vms.metrics.peerpods, Outcome::LeftToNode);
                 debug!(peerpod = full_name(peerpod), "left to its node's daemon");
                 Ok(Action::requeue(left))
             }
             Decision::Foreign => {
-                vms.metrics.ended(Outcome::Foreign);
+                count(&vms.metrics.peerpods, Outcome::Foreign);
                 report::stays(context, peerpod, &foreign(peerpod, &vms.kind)).await;
                 Ok(Action::await_change())
             }
             Decision::PodLives => {
-                vms.metrics.ended(Outcome::PodLives);
+                count(&vms.metrics.peerpods, Outcome::PodLives);
                 report::stays(context, peerpod, &pod_lives(peerpod)).await;
                 Ok(Action::requeue(POD_AGAIN))
             }
@@ -200,36 +192,30 @@ impl Work {
             Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
             None => self.inspect(peerpod).await?,
         };
-        let (vms, unclear) = match found {
-            Meant::Vms(vms) => (vms, None),
-            Meant::Several(count) => (Vec::new(), Some(count)),
+        let vms = match &found {
+            Meant::Vms(vms) => vms.as_slice(),
+            Meant::Several(_) => &[],
         };
         let settle = self.vms.config.settle;
         if vms.is_empty() && peerpod.spec.instance_id.is_none() && since < settle {
             return Ok(Action::requeue((settle - since).min(LOOK_AGAIN)));
         }
-        let doubt = match unclear {
-            Some(count) => Some((
-                "VMUnclear",
-                format!(
-                    "{count} VMs have its idempotency key and no record names its own VM; those that no \
-                     PeerPod names are collected when their node is gone"
-                ),
-            )),
-            None => self.doubt(peerpod).await?,
+        let doubt = match found {
+            Meant::Several(count) => Some(unclear(count)),
+            Meant::Vms(_) => self.doubt(peerpod).await?,
         };
-        for vm in &vms {
-            self.context.may_act()?;
+        for vm in vms {
+            self.term.check()?;
             self.vms.provider.delete(vm).await?;
             info!(peerpod = full_name(peerpod), %vm, "VM deleted");
         }
-        self.context.may_act()?;
+        self.term.check()?;
         if peerpod.finalizers().len() > 1 {
             report::deleted(&self.context, peerpod).await;
         }
         self.let_go(peerpod).await?;
-        self.vms.metrics.ended(if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
-        self.told(peerpod, &vms, doubt);
+        count(&self.vms.metrics.peerpods, if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
+        self.told(peerpod, vms, doubt);
         Ok(Action::await_change())
     }
 
@@ -246,16 +232,16 @@ impl Work {
     /// Removes the finalizer and leaves the VM: the PeerPod must not wait for ever for the end of another owner's VM.
     async fn leave(&self, peerpod: &PeerPod, why: String) -> Result<Action, Error> {
         warn!(peerpod = full_name(peerpod), why, "a PeerPod goes without its VM");
-        self.context.may_act()?;
+        self.term.check()?;
         report::stays(&self.context, peerpod, &Stays { reason: "VMNotOurs", message: why }).await;
         self.let_go(peerpod).await?;
-        self.vms.metrics.ended(Outcome::NotOurs);
+        count(&self.vms.metrics.peerpods, Outcome::NotOurs);
         Ok(Action::await_change())
     }
 
     /// Returns a warning if the VM of an object of the replaced system (cloud-api-adaptor) lacks this cluster's mark.
     /// The provider finds no such VM then, and deletes none.
-    async fn doubt(&self, peerpod: &PeerPod) -> Result<Option<(&'static str, String)>, Error> {
+    async fn doubt(&self, peerpod: &PeerPod) -> Result<Option<Stays>, Error> {
         let PeerPodSpec { instance_id: Some(id), sandbox_id: None, idempotency_key: None, .. } =
             &peerpod.spec
         else {
@@ -265,44 +251,34 @@ impl Work {
         if owned.iter().any(|vm| vm.id.as_str() == id) {
             return Ok(None);
         }
-        let note = format!(
+        let message = format!(
             "{id} is not among this cluster's VMs (node.cluster-id {}). If it still exists another system made it: delete it \
              there",
             self.vms.config.cluster_id
         );
-        Ok(Some(("VMNotOurs", note)))
+        Ok(Some(Stays { reason: "VMNotOurs", message }))
     }
 
     async fn inspect(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
         let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
         let keys = keys(&self.vms.config.cluster_id, &peerpod.spec);
         let all = self.store.state();
-        let others = || {
-            let others = all.iter().filter(|other| other.metadata.uid != peerpod.metadata.uid);
-            others
-                .map(|other| (other.spec.instance_id.as_deref(), other.spec.idempotency_key.as_deref()))
-                .collect()
-        };
-        Ok(meant(&keys, &owned, others))
+        let others = all.iter().filter(|other| other.metadata.uid != peerpod.metadata.uid);
+        Ok(meant(&keys, &owned, others.map(|other| &other.spec)))
     }
 
     /// Publishes the Event in a task, without waiting for it.
-    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId], doubt: Option<(&'static str, String)>) {
+    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId], doubt: Option<Stays>) {
         let (context, peerpod) = (self.context.clone(), peerpod.clone());
         let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
-        let note = if names.is_empty() {
-            "it had no VM".to_owned()
-        } else {
-            format!("deleted VM {}", names.join(", "))
+        let (type_, reason, note) = match doubt {
+            Some(Stays { reason, message }) => (EventType::Warning, reason, message),
+            None if names.is_empty() => (EventType::Normal, "VMDeleted", "it had no VM".to_owned()),
+            None => (EventType::Normal, "VMDeleted", format!("deleted VM {}", names.join(", "))),
         };
         let busy = context.drain.busy("event");
         tokio::spawn(async move {
-            match doubt {
-                Some((reason, note)) => {
-                    report::event(&context, &peerpod, EventType::Warning, reason, &note).await
-                }
-                None => report::event(&context, &peerpod, EventType::Normal, "VMDeleted", &note).await,
-            }
+            report::event(&context, &peerpod, type_, reason, &note).await;
             drop(busy);
         });
     }
@@ -355,6 +331,14 @@ fn foreign(peerpod: &PeerPod, ours: &str) -> Stays {
          it is another name of {ours}"
     );
     Stays { reason: "OtherProvider", message }
+}
+
+fn unclear(count: usize) -> Stays {
+    let message = format!(
+        "{count} VMs have its idempotency key and no record names its own VM; those that no PeerPod names are \
+         collected when their node is gone"
+    );
+    Stays { reason: "VMUnclear", message }
 }
 
 fn pod_lives(peerpod: &PeerPod) -> Stays {

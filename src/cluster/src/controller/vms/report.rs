@@ -1,7 +1,6 @@
 //! Reports the end of a PeerPod to its users: the condition `Deleted`, and Events. A failure is logged and delays
 //! nothing.
 
-use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
@@ -14,14 +13,13 @@ use tracing::debug;
 
 use crate::controller::Context;
 
-/// Condition about the VM's end.
 const DELETED: &str = "Deleted";
 /// Field manager of the controller's status fields.
 const MANAGER: &str = "peerpod-controller";
 /// Limit of an Event's note and of a condition's message, in bytes.
 const MOST_TEXT: usize = 1000;
 
-/// Reason why a PeerPod still exists.
+/// Reason why a PeerPod or its VM still exists.
 pub(super) struct Stays {
     /// Reason as in conditions: one word.
     pub(super) reason: &'static str,
@@ -32,53 +30,36 @@ pub(super) struct Stays {
 /// Reports why it stays, if that has changed: in the condition `Deleted` (`False`) and in an Event.
 pub(super) async fn stays(context: &Context, peerpod: &PeerPod, why: &Stays) {
     let message = clipped(&why.message);
-    let before = condition(peerpod);
-    if before.is_some_and(|before| before.reason == why.reason && before.message == message) {
+    if condition(peerpod).is_some_and(|before| before.reason == why.reason && before.message == message) {
         return;
     }
     event(context, peerpod, EventType::Warning, why.reason, &message).await;
-    let since =
-        before.filter(|before| before.status == "False").map(|before| before.last_transition_time.clone());
-    put(
-        context,
-        peerpod,
-        Condition {
-            type_: DELETED.to_owned(),
-            status: "False".to_owned(),
-            reason: why.reason.to_owned(),
-            message,
-            last_transition_time: since.unwrap_or_else(|| Time(Timestamp::now())),
-            observed_generation: peerpod.metadata.generation,
-        },
-    )
-    .await;
+    put(context, peerpod, false, why.reason, message).await;
 }
 
 /// Reports that the VM is gone, while other finalizers keep the object.
 pub(super) async fn deleted(context: &Context, peerpod: &PeerPod) {
-    put(
-        context,
-        peerpod,
-        Condition {
-            type_: DELETED.to_owned(),
-            status: "True".to_owned(),
-            reason: "Deleted".to_owned(),
-            message: "the provider reports that the VM is gone".to_owned(),
-            last_transition_time: Time(Timestamp::now()),
-            observed_generation: peerpod.metadata.generation,
-        },
-    )
-    .await;
+    put(context, peerpod, true, DELETED, "the provider reports that the VM is gone".to_owned()).await;
 }
 
 fn condition(peerpod: &PeerPod) -> Option<&Condition> {
     peerpod.status.as_ref()?.conditions.iter().find(|condition| condition.type_ == DELETED)
 }
 
-/// Writes by server-side apply: the node's own conditions must not change.
-async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
+/// Writes by server-side apply: the node's own conditions must not change. A condition that stays keeps its time.
+async fn put(context: &Context, peerpod: &PeerPod, gone: bool, reason: &str, message: String) {
     let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
-    let gone = condition.status == "True";
+    let status = if gone { "True" } else { "False" };
+    let before = condition(peerpod).filter(|before| before.status == status);
+    let condition = Condition {
+        type_: DELETED.to_owned(),
+        status: status.to_owned(),
+        reason: reason.to_owned(),
+        message,
+        last_transition_time: before
+            .map_or_else(|| Time(Timestamp::now()), |before| before.last_transition_time.clone()),
+        observed_generation: peerpod.metadata.generation,
+    };
     let mut patch = json!({
         "apiVersion": PeerPod::api_version(&()), "kind": PeerPod::kind(&()),
         "metadata": {"name": name, "uid": peerpod.uid()},
@@ -97,30 +78,25 @@ async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
     }
 }
 
-/// Publishes an Event on a PeerPod.
-pub(super) async fn event(context: &Context, peerpod: &PeerPod, type_: EventType, reason: &str, note: &str) {
-    publish(context, &peerpod.object_ref(&()), None, type_, (reason, "Delete"), note).await;
-}
-
-/// Publishes an Event on any object. The pair holds its reason and the action.
-pub(super) async fn publish(
+/// Publishes an Event on an object, about the deletion of a VM.
+pub(super) async fn event<K: Resource<DynamicType = ()>>(
     context: &Context,
-    regarding: &ObjectReference,
-    related: Option<ObjectReference>,
+    regarding: &K,
     type_: EventType,
-    what: (&str, &str),
+    reason: &str,
     note: &str,
 ) {
     let event = Event {
         type_,
-        reason: what.0.to_owned(),
+        reason: reason.to_owned(),
         note: Some(clipped(note)),
-        action: what.1.to_owned(),
-        secondary: related,
+        action: "Delete".to_owned(),
+        secondary: None,
     };
-    if let Err(error) = within("publish an Event", context.events.publish(&event, regarding)).await {
+    let regarding = regarding.object_ref(&());
+    if let Err(error) = within("publish an Event", context.events.publish(&event, &regarding)).await {
         // In a namespace that is being deleted no object can be created, not even an Event.
-        debug!(%error, reason = what.0, "an Event is not published");
+        debug!(%error, reason, "an Event is not published");
     }
 }
 

@@ -1,26 +1,28 @@
 //! Compares the provider's VMs with the PeerPods, and the nodes with their heartbeats.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, ObjectReference, Pod};
+use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, ListParams, Preconditions};
 use kube::runtime::events::EventType;
 use kube::{Api, Resource, ResourceExt};
 use peerpod_kube::client::{self, within};
 use peerpod_kube::crds::PeerPod;
+use peerpod_kube::lease::Term;
 use peerpod_kube::{heartbeat, lease};
 use tracing::{info, warn};
 
-use super::config::Orphans;
-use super::metrics::Removal;
+use super::facts::since_renewal;
+use super::metrics::{Removal, count};
 use super::orphan::{Beat, Claims, Found, Look, Seen, Suspect, goes_with};
 use super::{Vms, report};
-use crate::controller::{Context, Part};
+use crate::controller::Context;
 
 /// Objects per page.
 const PAGE: u32 = 500;
@@ -30,13 +32,9 @@ const HEARTBEAT_KEPT: Duration = Duration::from_secs(24 * 3600);
 /// Name of the heartbeats in the warnings of `/readyz`.
 const HEARTBEATS: &str = "old-heartbeats";
 
-pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
-    Part::new("sweep", true, move |context| run(vms.clone(), context))
-}
-
-async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
+pub(in crate::controller) async fn run(vms: Arc<Vms>, context: Context, term: Term) -> anyhow::Result<()> {
     // Each term starts without observations: a grace period counts one leader's observations.
-    let mut sweep = Sweep { vms, context, seen: Seen::default(), told: HashSet::new() };
+    let mut sweep = Sweep { vms, context, term, seen: Seen::default(), told: HashSet::new() };
     loop {
         let began = Instant::now();
         match sweep.pass().await {
@@ -59,6 +57,7 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
 struct Sweep {
     vms: Arc<Vms>,
     context: Context,
+    term: Term,
     seen: Seen,
     /// VMs that have been reported, so that each is logged once.
     told: HashSet<String>,
@@ -153,25 +152,17 @@ impl Sweep {
     }
 
     async fn suspects(&mut self, suspects: &[Suspect]) -> anyhow::Result<()> {
-        let mut wanted: HashMap<&str, bool> = HashMap::new();
-        let mut orphans = Vec::new();
-        for suspect in suspects {
-            let may_run = match wanted.get(suspect.node.as_str()) {
-                Some(known) => *known,
-                None => {
-                    let may_run = suspect.node_exists && self.may_run(&suspect.node).await?;
-                    wanted.insert(&suspect.node, may_run);
-                    may_run
-                }
-            };
-            if !may_run {
-                orphans.push(suspect);
+        let mut may_run: HashMap<&str, bool> = HashMap::new();
+        for Suspect { node, node_exists, .. } in suspects {
+            if let Entry::Vacant(unknown) = may_run.entry(node) {
+                unknown.insert(*node_exists && self.may_run(node).await?);
             }
         }
-        if self.vms.config.orphans == Orphans::Report {
+        let orphans: Vec<_> = suspects.iter().filter(|suspect| !may_run[suspect.node.as_str()]).collect();
+        if !self.vms.config.delete_orphans {
             for orphan in orphans {
                 if self.told.insert(orphan.id.to_string()) {
-                    self.vms.metrics.orphan(Removal::Reported);
+                    count(&self.vms.metrics.orphans, Removal::Reported);
                     self.say(orphan, "VMOrphaned", "is an orphan; controller.orphans: report leaves it")
                         .await;
                 }
@@ -195,19 +186,18 @@ impl Sweep {
     }
 
     async fn delete(&self, orphan: &Suspect) {
-        let Some(term) = &self.context.term else { return };
         // Asks the API server: another leader has not yet waited for its own grace period.
-        if let Err(error) = term.confirm().await {
+        if let Err(error) = self.term.confirm().await {
             warn!(vm = %orphan.id, %error, "an orphan is left to the next leader");
             return;
         }
         match self.vms.provider.delete(&orphan.id).await {
             Ok(()) => {
-                self.vms.metrics.orphan(Removal::Deleted);
+                count(&self.vms.metrics.orphans, Removal::Deleted);
                 self.say(orphan, "VMOrphanDeleted", "was an orphan and is deleted").await;
             }
             Err(error) => {
-                self.vms.metrics.orphan(Removal::Failed);
+                count(&self.vms.metrics.orphans, Removal::Failed);
                 let fate = format!("is an orphan and could not be deleted: {error}; trying again");
                 self.say(orphan, "VMOrphanDeleteFailed", &fate).await;
             }
@@ -220,15 +210,11 @@ impl Sweep {
         let minutes = unclaimed_for.as_secs().div_ceil(60);
         let note = format!("VM {id}{called} of node {node} {fate}: no PeerPod names it for {minutes} min");
         warn!(vm = %id, name, node, reason, "{note}");
-        let regarding = ObjectReference {
-            api_version: Some(Node::api_version(&()).into_owned()),
-            kind: Some(Node::kind(&()).into_owned()),
-            name: Some(node.clone()),
-            // The kubelet's own Events have the same form, so `kubectl describe node` shows them.
-            uid: Some(node.clone()),
-            ..ObjectReference::default()
-        };
-        report::publish(&self.context, &regarding, None, EventType::Warning, (reason, "Delete"), &note).await;
+        let mut regarding = Node::default();
+        regarding.metadata.name = Some(node.clone());
+        // The kubelet's own Events have the same form, so `kubectl describe node` shows them.
+        regarding.metadata.uid = Some(node.clone());
+        report::event(&self.context, &regarding, EventType::Warning, reason, &note).await;
     }
 
     /// Deletes the PeerPods of nodes that are gone; the finalizer then deletes their VMs.
@@ -250,24 +236,24 @@ impl Sweep {
 
     async fn lose(&self, node: &str, peerpod: &PeerPod) {
         let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
-        if self.context.may_act().is_err() {
+        if self.term.check().is_err() {
             return;
         }
         let note = format!("node {node} is gone, and with it the pod that this VM was made for");
         report::event(&self.context, peerpod, EventType::Warning, "NodeGone", &note).await;
         let peerpods: Api<PeerPod> = Api::namespaced(self.context.client.clone(), &namespace);
         let same = Preconditions { uid: peerpod.uid(), resource_version: None };
-        let delete = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
+        let delete = DeleteParams::default().preconditions(same);
         let deleted = within(format!("delete PeerPod {namespace}/{name}"), peerpods.delete(&name, &delete));
         match deleted.await {
             Ok(_) => {
                 info!(node, peerpod = format!("{namespace}/{name}"), "PeerPod of a lost node deleted");
-                self.vms.metrics.lost(Removal::Deleted);
+                count(&self.vms.metrics.lost, Removal::Deleted);
             }
             Err(error) if error.is_not_found() || error.is_conflict() => {}
             Err(error) => {
                 warn!(node, %error, "a PeerPod of a lost node stays; trying again");
-                self.vms.metrics.lost(Removal::Failed);
+                count(&self.vms.metrics.lost, Removal::Failed);
             }
         }
     }
@@ -282,21 +268,22 @@ impl Sweep {
             let Some(node) = heartbeat::node_of(&name) else { continue };
             let needed =
                 cluster.nodes.contains(node) || cluster.peerpods_of.contains(node) || kept.contains(node);
-            if needed || !is_old(lease, now) || self.context.may_act().is_err() {
+            let is_old = since_renewal(lease, now).is_some_and(|age| age > HEARTBEAT_KEPT);
+            if needed || !is_old || self.term.check().is_err() {
                 continue;
             }
             let leases: Api<Lease> = Api::namespaced(self.context.client.clone(), &self.context.namespace);
             let same = Preconditions { uid: lease.uid(), resource_version: lease.resource_version() };
-            let delete = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
+            let delete = DeleteParams::default().preconditions(same);
             match within(format!("delete lease {name}"), leases.delete(&name, &delete)).await {
                 Ok(_) => {
-                    self.vms.metrics.heartbeat(Removal::Deleted);
+                    count(&self.vms.metrics.heartbeats, Removal::Deleted);
                     info!(node, "the heartbeat of a node that is long gone is removed");
                 }
                 // Another writer removed it, or the node is back.
                 Err(error) if error.is_not_found() || error.is_conflict() => {}
                 Err(error) => {
-                    self.vms.metrics.heartbeat(Removal::Failed);
+                    count(&self.vms.metrics.heartbeats, Removal::Failed);
                     warn!(node, %error, "the heartbeat of a node that is long gone stays; trying again");
                     stays = Some(error);
                 }
@@ -307,12 +294,6 @@ impl Sweep {
             None => self.context.ready.settled(HEARTBEATS),
         }
     }
-}
-
-fn is_old(lease: &Lease, now: Timestamp) -> bool {
-    let renewed = lease.spec.as_ref().and_then(|spec| spec.renew_time.as_ref());
-    renewed
-        .is_some_and(|at| Duration::try_from(now.duration_since(at.0)).is_ok_and(|age| age > HEARTBEAT_KEPT))
 }
 
 fn beats(leases: &[Lease]) -> HashMap<String, Beat> {

@@ -14,11 +14,10 @@ fn read(words: &[&str]) -> Result<WebhookConfig, String> {
 #[test]
 fn the_defaults_serve_one_class() {
     let config = read(&[]).unwrap();
-    assert_eq!(config.profiles.len(), 1);
-    assert_eq!(config.profiles[0].runtime_class, "kata-remote");
-    assert_eq!(config.profiles[0].resource, "kata.peerpods.io/vm");
-    assert_eq!(config.profiles[0].totals, Totals::Effective);
-    assert_eq!(config.profiles[0].gpus, ["nvidia.com/gpu"]);
+    assert_eq!(config.profile.runtime_classes, ["kata-remote"]);
+    assert_eq!(config.profile.resource, "kata.peerpods.io/vm");
+    assert_eq!(config.profile.totals, Totals::Effective);
+    assert_eq!(config.profile.gpus, ["nvidia.com/gpu"]);
     assert_eq!(config.excluded, ["kube-system"]);
     assert_eq!(config.versions.len(), 2);
 }
@@ -34,8 +33,9 @@ fn all_classes_have_the_same_settings() {
         "example.org/vm",
     ])
     .unwrap();
-    let seen: Vec<_> = config.profiles.iter().map(|p| (p.totals, p.resource.as_str())).collect();
-    assert_eq!(seen, [(Totals::Sum, "example.org/vm"); 2]);
+    let profile = config.profile;
+    assert_eq!(profile.runtime_classes, ["kata-remote", "kata-gpu"]);
+    assert_eq!((profile.totals, profile.resource.as_str()), (Totals::Sum, "example.org/vm"));
 }
 
 /// Test table of the replaced webhook.
@@ -46,13 +46,13 @@ fn tls_is_set_as_before() {
     assert_eq!(read(&["--webhook.tls-min-version", "VersionTLS12"]).unwrap().versions.len(), 2);
     for wrong in ["VersionTLS10", "VersionTLS11", "VersionTLS99"] {
         assert!(
-            read(&["--webhook.tls-min-version", wrong]).unwrap_err().contains("VersionTLS12, VersionTLS13")
+            read(&["--webhook.tls-min-version", wrong]).err().unwrap().contains("VersionTLS12, VersionTLS13")
         );
     }
     let two = read(&["--webhook.tls-cipher-suites", TWO]).unwrap();
     assert_eq!(two.crypto.cipher_suites.iter().filter(|suite| suite.tls13().is_none()).count(), 2);
     assert_eq!(two.versions.len(), 2);
-    assert!(read(&["--webhook.tls-cipher-suites", "TLS_BAD"]).unwrap_err().contains("not all are known"));
+    assert!(read(&["--webhook.tls-cipher-suites", "TLS_BAD"]).err().unwrap().contains("not all are known"));
     let both = read(&["--webhook.tls-cipher-suites", TWO, "--webhook.tls-min-version", "VersionTLS13"]);
-    assert!(both.unwrap_err().contains("no choice of suites"));
+    assert!(both.err().unwrap().contains("no choice of suites"));
 }

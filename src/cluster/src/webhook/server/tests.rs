@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use super::super::certificate::Files;
 use super::super::mutate::Totals;
 use super::*;
 
@@ -18,7 +19,7 @@ struct Served {
     admin: SocketAddr,
     root: CertificateDer<'static>,
     shutdown: Shutdown,
-    ended: tokio::task::JoinHandle<Result<(), Error>>,
+    ended: tokio::task::JoinHandle<Result<()>>,
     folder: PathBuf,
 }
 
@@ -35,7 +36,7 @@ impl Served {
             .unwrap();
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let profile = Profile {
-            runtime_class: "kata-remote".to_owned(),
+            runtime_classes: vec!["kata-remote".to_owned()],
             resource: "kata.peerpods.io/vm".to_owned(),
             totals: Totals::Effective,
             gpus: Vec::new(),
@@ -43,14 +44,14 @@ impl Served {
         let bound = build(WebhookConfig {
             listen: any,
             admin_listen: any,
-            certificates: Certificates::Mounted {
-                certificate_file: folder.join("tls.crt"),
-                key_file: folder.join("tls.key"),
-            },
+            certificates: Certificates::Mounted(Files {
+                certificate: folder.join("tls.crt"),
+                key: folder.join("tls.key"),
+            }),
             versions: vec![&rustls::version::TLS13],
             crypto: Arc::new(rustls::crypto::ring::default_provider()),
             excluded: Vec::new(),
-            profiles: vec![profile],
+            profile,
         })
         .await
         .unwrap();
