@@ -173,14 +173,6 @@ impl Settings {
     }
 }
 
-/// Reads and opens a provider, for programs that read no other settings.
-///
-/// # Errors
-/// Same as [`Settings::open`]. Mistakes in the configuration stay with the reader, which the caller must also check.
-pub async fn build(reader: &mut Reader, context: &Context) -> Result<Arc<dyn Provider>, Error> {
-    read(reader, context).open().await
-}
-
 /// Compiles and runs the provider of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -3,18 +3,7 @@
 
 use std::collections::BTreeMap;
 
-/// Value of a setting.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Value {
-    /// Text.
-    Text(String),
-    /// List of texts.
-    List(Vec<String>),
-    /// Number.
-    Number(u64),
-    /// Boolean.
-    Flag(bool),
-}
+pub use serde_json::Value;
 
 /// Result of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -64,9 +53,9 @@ impl Converted {
             converted.recognise(variables, name);
             let Some(text) = get(variables, name) else { continue };
             let value = match form {
-                Form::Text => Some(Value::Text(text.to_owned())),
-                Form::List => Some(Value::List(list(text))),
-                Form::Flag => Some(Value::Flag(is_true(text))),
+                Form::Text => Some(text.into()),
+                Form::List => Some(list(text).into()),
+                Form::Flag => Some(is_true(text).into()),
                 Form::Number => converted.number(text, name, &format!("{section}.{key}")),
             };
             converted.settings.extend(value.map(|value| ((*key).to_owned(), value)));
@@ -99,7 +88,7 @@ impl Converted {
                 format!("`{text}` was read as {digits}, and is written so; check that this is intended"),
             );
         }
-        value.map(Value::Number)
+        value.map(|value: u64| value.into())
     }
 }
 

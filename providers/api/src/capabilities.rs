@@ -1,5 +1,7 @@
 //! Capabilities of a provider, and the check that refuses a request that exceeds them. Pure.
 
+use std::num::NonZeroU32;
+
 use crate::{Arch, Confidential, CreateRequest, DiskRequest, Error, Market, Size};
 
 /// Abilities of a provider beyond making a VM from the configured image.
@@ -102,17 +104,10 @@ impl Capabilities {
             }
         }
         if let Some(arch) = arch.filter(|arch| !self.archs.contains(arch)) {
-            return Err(unsupported(
-                name,
-                provider,
-                "arch",
-                arch.word(),
-                &listed(&self.archs, |one| one.word()),
-            ));
+            return Err(unsupported(name, provider, "arch", arch.word(), &listed(&self.archs)));
         }
         if let Some(tee) = confidential.filter(|tee| !self.confidential.contains(tee)) {
-            let what = format!("a confidential VM by {tee}");
-            let have = listed(&self.confidential, |one| one.word());
+            let (what, have) = (format!("a confidential VM by {tee}"), listed(&self.confidential));
             return Err(unsupported(name, provider, "confidential", &what, &have));
         }
         if user_data.len() > self.max_user_data {
@@ -124,6 +119,31 @@ impl Capabilities {
         }
         disks_fit_together(name, disks, zones)
     }
+
+    /// Refuses a call for several VMs that exceeds these capabilities, as [`Capabilities::check`] does for one VM.
+    ///
+    /// # Errors
+    /// Same as [`Capabilities::check`]; [`Error::Invalid`] for more than [`Capabilities::max_batch`] VMs;
+    /// [`Error::Unsupported`] for disks.
+    pub fn check_batch(
+        &self,
+        request: &CreateRequest,
+        count: NonZeroU32,
+        provider: &str,
+    ) -> Result<(), Error> {
+        let (name, most) = (&request.name, self.max_batch);
+        if count.get() > most {
+            return Err(Error::invalid(format!(
+                "create of {count} VMs {name}: provider {provider} makes at most {most} by one call"
+            )));
+        }
+        self.check(request, provider)?;
+        if !request.disks.is_empty() {
+            let text = format!("create of {count} VMs {name}: a disk belongs to one VM");
+            return Err(Error::unsupported("disks", text));
+        }
+        Ok(())
+    }
 }
 
 fn unsupported(name: &str, provider: &str, field: &str, what: &str, have: &str) -> Error {
@@ -133,8 +153,8 @@ fn unsupported(name: &str, provider: &str, field: &str, what: &str, have: &str) 
     Error::unsupported(field, text)
 }
 
-fn listed<T: Copy>(have: &[T], word: impl Fn(T) -> &'static str) -> String {
-    let words: Vec<_> = have.iter().map(|one| word(*one)).collect();
+fn listed(have: &[impl ToString]) -> String {
+    let words: Vec<_> = have.iter().map(ToString::to_string).collect();
     if words.is_empty() { String::new() } else { format!(", which has {}", words.join(", ")) }
 }
 
@@ -164,49 +184,23 @@ fn disks_fit_together(name: &str, disks: &[DiskRequest], zones: &[String]) -> Re
     Ok(())
 }
 
-/// Feature that a request may ask for and a provider may lack, for tests that go through all of them.
-pub struct Optional {
-    /// Field, as [`Error::Unsupported`] names it.
-    pub field: &'static str,
-    /// Whether a provider with these capabilities has the feature.
-    pub is_met: fn(&Capabilities) -> bool,
-    /// Makes the request ask for the feature.
-    pub ask: fn(&mut CreateRequest),
-}
+/// Change of a request.
+pub(crate) type Change = fn(&mut CreateRequest);
 
-/// All optional features. A test of this module compares the list with the fields of [`CreateRequest`].
-pub const OPTIONAL: &[Optional] = &[
-    Optional { field: "image", is_met: |can| can.images, ask: |r| r.image = Some("some-image".into()) },
-    Optional {
-        field: "instance_type",
-        is_met: |can| can.instance_types,
-        ask: |r| r.instance_type = Some("some.type".into()),
-    },
-    Optional { field: "size.gpus", is_met: |can| can.gpus, ask: |r| r.size.gpus = 1 },
-    Optional {
-        field: "size.gpu_model",
-        is_met: |can| can.gpus,
-        ask: |r| r.size.gpu_model = Some("some-gpu".into()),
-    },
-    Optional {
-        field: "disks",
-        is_met: |can| can.volumes,
-        ask: |r| r.disks.push(DiskRequest { volume: "some-disk".into(), ..DiskRequest::default() }),
-    },
-    Optional {
-        field: "arch",
-        is_met: |can| can.archs.contains(&Arch::S390x),
-        ask: |r| r.arch = Some(Arch::S390x),
-    },
-    Optional {
-        field: "confidential",
-        is_met: |can| can.confidential.contains(&Confidential::Tdx),
-        ask: |r| r.confidential = Some(Confidential::Tdx),
-    },
-    Optional { field: "market", is_met: |can| can.spot, ask: |r| r.market = Some(Market::Spot) },
-    Optional { field: "zones", is_met: |can| can.zones, ask: |r| r.zones.push("some-zone".into()) },
-    Optional { field: "second_nic", is_met: |can| can.second_nic, ask: |r| r.second_nic = true },
-    Optional { field: "public_ip", is_met: |can| can.public_ip, ask: |r| r.public_ip = true },
+/// All features that a request may ask for and a provider may lack, for tests: the field, as [`Error::Unsupported`] names
+/// it, and the change of a request that asks for it. A test compares the list with the fields of [`CreateRequest`].
+pub(crate) const OPTIONAL: &[(&str, Change)] = &[
+    ("image", |r| r.image = Some("some-image".into())),
+    ("instance_type", |r| r.instance_type = Some("some.type".into())),
+    ("size.gpus", |r| r.size.gpus = 1),
+    ("size.gpu_model", |r| r.size.gpu_model = Some("some-gpu".into())),
+    ("disks", |r| r.disks.push(DiskRequest { volume: "some-disk".into(), ..DiskRequest::default() })),
+    ("arch", |r| r.arch = Some(Arch::S390x)),
+    ("confidential", |r| r.confidential = Some(Confidential::Tdx)),
+    ("market", |r| r.market = Some(Market::Spot)),
+    ("zones", |r| r.zones.push("some-zone".into())),
+    ("second_nic", |r| r.second_nic = true),
+    ("public_ip", |r| r.public_ip = true),
 ];
 
 #[cfg(test)]
@@ -260,7 +254,7 @@ mod tests {
     #[test]
     fn every_request_field_is_optional_or_supported_by_all() {
         let by_all = ["name", "user_data", "size", "size.vcpus", "size.memory_mib", "labels", "placement"];
-        let known: BTreeSet<&str> = OPTIONAL.iter().map(|wish| wish.field).chain(by_all).collect();
+        let known: BTreeSet<&str> = OPTIONAL.iter().map(|(field, _)| *field).chain(by_all).collect();
         let request = serde_json::to_value(full()).unwrap();
         let mut fields: BTreeSet<String> = request.as_object().unwrap().keys().cloned().collect();
         fields.extend(request["size"].as_object().unwrap().keys().map(|key| format!("size.{key}")));
@@ -271,17 +265,16 @@ mod tests {
     fn each_option_is_refused_without_its_capability() {
         let (can, cannot) = (everything(), Capabilities::minimal(16));
         can.check(&full(), "shelf").unwrap();
-        for wish in OPTIONAL {
+        for (wanted, ask) in OPTIONAL {
             let mut request = CreateRequest { name: "pod".into(), ..CreateRequest::default() };
-            (wish.ask)(&mut request);
-            assert!((wish.is_met)(&can) && !(wish.is_met)(&cannot), "{}", wish.field);
+            ask(&mut request);
             can.check(&request, "shelf").unwrap();
             match cannot.check(&request, "shelf") {
                 Err(Error::Unsupported { field, text }) => {
-                    assert_eq!(field, wish.field);
+                    assert_eq!(field, *wanted);
                     assert!(text.contains("create of pod") && text.contains("provider shelf"), "{text}");
                 }
-                answer => panic!("{}: {answer:?}", wish.field),
+                answer => panic!("{wanted}: {answer:?}"),
             }
         }
     }

@@ -14,7 +14,7 @@
 //!
 //! The suite deletes only the VMs that it made. It recognises them by their keys and leaves all other listed VMs alone.
 
-pub mod checks;
+mod checks;
 mod promises;
 mod trial;
 
@@ -24,7 +24,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::{CreateRequest, DiskRequest, InstanceId, Provider, Size};
-pub use promises::{PROMISES, Promise, promise, table};
+pub use promises::{PROMISES, Promise, promise, table, word};
 pub use trial::Trial;
 
 /// Test environment of a provider. A harness leaves out the methods that it cannot implement; promises that need them
@@ -99,18 +99,7 @@ pub trait Harness: Send + Sync + 'static {
     }
 }
 
-/// Result of trying a promise.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
-    /// The promise was kept.
-    Kept,
-    /// The promise was broken; holds how.
-    Broken(String),
-    /// The promise could not be tried; holds why.
-    NotApplicable(String),
-}
-
-/// Reason why a check ended early.
+/// Reason why a promise does not count as kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stop {
     /// The promise was broken; holds how.
@@ -119,7 +108,7 @@ pub enum Stop {
     NotApplicable(String),
 }
 
-/// Result of a check.
+/// Result of trying a promise.
 pub type Checked = Result<(), Stop>;
 
 /// Generates the tests of the suite with a harness from `$make` (a function or closure without arguments).
@@ -157,8 +146,8 @@ pub fn run<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) {
     // The trial goes before the runtime, which its provider may need to shut down.
     drop(trial);
     match verdict {
-        Verdict::Kept => {}
-        Verdict::NotApplicable(why) => println!("not applicable: {}: {why}", promise.words()),
-        Verdict::Broken(how) => panic!("{}: {how}", promise.words()),
+        Ok(()) => {}
+        Err(Stop::NotApplicable(why)) => println!("not applicable: {}: {why}", promise.words()),
+        Err(Stop::Broken(how)) => panic!("{}: {how}", promise.words()),
     }
 }

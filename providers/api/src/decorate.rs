@@ -217,18 +217,7 @@ impl Batch for Decorated {
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
         let Some(batch) = self.inner.extensions().batch else { return Err(lost("batches")) };
-        let most = self.capabilities().max_batch;
-        if count.get() > most {
-            let (name, provider) = (&request.name, self.name());
-            return Err(Error::invalid(format!(
-                "create of {count} VMs {name}: provider {provider} makes at most {most} by one call"
-            )));
-        }
-        self.capabilities().check(request, self.name())?;
-        if !request.disks.is_empty() {
-            let text = format!("create of {count} VMs {}: a disk belongs to one VM", request.name);
-            return Err(Error::unsupported("disks", text));
-        }
+        self.capabilities().check_batch(request, count, self.name())?;
         self.call("create_many", &request.name, || batch.create_many(request, count, key)).await
     }
 }

@@ -3,15 +3,16 @@
 //! The text names the attempted operation and its object, the cause and the remedy. It never holds a request, user-data
 //! or a credential.
 
+use std::fmt::Display;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 /// Cause of a failed provider call. Only the class decides on a retry ([`Error::retry`]); the text is for people.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
 pub enum Error {
     /// The cloud asks for fewer calls.
-    #[error("{text}")]
     Throttled {
         /// Pause that the cloud asks for, if any.
         after: Option<Duration>,
@@ -19,7 +20,6 @@ pub enum Error {
         text: String,
     },
     /// The cloud has no capacity left for this offering. Another offering may work, as a new attempt.
-    #[error("{text}")]
     Capacity {
         /// Exhausted offering, e.g. `m6a.large eu-north-1a spot`.
         offering: String,
@@ -30,43 +30,36 @@ pub enum Error {
         text: String,
     },
     /// A limit of the account is reached; a person must act.
-    #[error("{text}")]
     Quota {
         /// Human-readable text.
         text: String,
     },
     /// Credentials are missing, expired or do not allow this; a person must act.
-    #[error("{text}")]
     Auth {
         /// Human-readable text.
         text: String,
     },
     /// The request or the configuration can never work as it is.
-    #[error("{text}")]
     Invalid {
         /// Human-readable text.
         text: String,
     },
     /// The VM (or disk) does not exist any more. `delete` never returns this: it returns `Ok` for a VM that is gone.
-    #[error("{text}")]
     NotFound {
         /// Human-readable text.
         text: String,
     },
     /// The idempotency key was used before with another request (the clouds' `IdempotentParameterMismatch`).
-    #[error("{text}")]
     KeyReused {
         /// Human-readable text.
         text: String,
     },
     /// A repeated call may work: network failure, a 5xx, a deadline that passed without an answer.
-    #[error("{text}")]
     Transient {
         /// Human-readable text.
         text: String,
     },
     /// The request asks for a feature that this provider lacks. No call was made.
-    #[error("{text}")]
     Unsupported {
         /// Field of the request.
         field: String,
@@ -101,6 +94,23 @@ const THROTTLE_DEFAULT: Duration = Duration::from_millis(500);
 /// First pause after a transport failure.
 const TRANSIENT_DEFAULT: Duration = Duration::from_millis(200);
 
+impl AsRef<Error> for Error {
+    fn as_ref(&self) -> &Error {
+        self
+    }
+}
+
+/// Treats a missing VM or disk as success, for a detach and the like.
+///
+/// # Errors
+/// All errors but [`Error::NotFound`].
+pub fn unless_gone(done: Result<(), Error>) -> Result<(), Error> {
+    match done {
+        Err(Error::NotFound { .. }) => Ok(()),
+        other => other,
+    }
+}
+
 impl Error {
     /// Returns the reaction of the caller. Retry policy is decided only here.
     pub fn retry(&self) -> Retry {
@@ -130,6 +140,22 @@ impl Error {
             Error::Transient { .. } => "transient",
             Error::Unsupported { .. } => "unsupported",
         }
+    }
+
+    /// Puts the attempt before the text: `create of web-0: the text`.
+    #[must_use]
+    pub fn during(mut self, attempt: impl Display) -> Error {
+        let (Error::Throttled { text, .. }
+        | Error::Capacity { text, .. }
+        | Error::Quota { text }
+        | Error::Auth { text }
+        | Error::Invalid { text }
+        | Error::NotFound { text }
+        | Error::KeyReused { text }
+        | Error::Transient { text }
+        | Error::Unsupported { text, .. }) = &mut self;
+        *text = format!("{attempt}: {text}");
+        self
     }
 
     /// Most entries of `rejected` in [`Error::Capacity`].

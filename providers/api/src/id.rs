@@ -1,10 +1,10 @@
 //! Identifiers that cross the provider interface: the cloud's id of a VM, and the caller's key for one creation
 //! attempt. Pure; the hash is the only computation.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+
+use crate::Error;
 
 /// Text that is not an instance id or an idempotency key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -13,6 +13,12 @@ pub struct NotAnId {
     what: &'static str,
     text: String,
     why: &'static str,
+}
+
+impl From<NotAnId> for Error {
+    fn from(error: NotAnId) -> Error {
+        Error::invalid(error.to_string())
+    }
 }
 
 /// Longest accepted instance id. Azure resource ids are the longest known, some 250 bytes.
@@ -100,22 +106,18 @@ fn clip(text: &str) -> String {
     text.chars().take(80).collect()
 }
 
+/// Implements the conversions of a checked text.
 macro_rules! text_type {
-    ($name:ident, $check:path) => {
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(&self.0)
-            }
-        }
+    ($name:ident, $check:path, $refusal:ty) => {
         impl TryFrom<String> for $name {
-            type Error = NotAnId;
-            fn try_from(text: String) -> Result<$name, NotAnId> {
+            type Error = $refusal;
+            fn try_from(text: String) -> Result<$name, $refusal> {
                 $check(text)
             }
         }
         impl From<$name> for String {
-            fn from(id: $name) -> String {
-                id.0
+            fn from(text: $name) -> String {
+                text.0
             }
         }
         impl AsRef<str> for $name {
@@ -123,10 +125,17 @@ macro_rules! text_type {
                 &self.0
             }
         }
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
     };
 }
-text_type!(InstanceId, InstanceId::new);
-text_type!(IdempotencyKey, IdempotencyKey::parse);
+pub(crate) use text_type;
+
+text_type!(InstanceId, InstanceId::new, NotAnId);
+text_type!(IdempotencyKey, IdempotencyKey::parse, NotAnId);
 
 #[cfg(test)]
 mod tests {

@@ -32,10 +32,10 @@ use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use prometheus_client::registry::Registry;
 
-pub use capabilities::{Capabilities, OPTIONAL, Optional};
-pub use deadline::{deadline, with_deadline};
+pub use capabilities::Capabilities;
+pub use deadline::{deadline, detached, with_deadline};
 pub use decorate::{DecoratorConfig, decorate};
-pub use error::{Error, Rejected, Retry};
+pub use error::{Error, Rejected, Retry, unless_gone};
 pub use id::{IdempotencyKey, InstanceId, NotAnId};
 pub use request::{
     Arch, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Market, Owned,

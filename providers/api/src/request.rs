@@ -9,6 +9,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::id::text_type;
 use crate::{IdempotencyKey, InstanceId};
 
 /// Request for one VM. A field that the provider's [`crate::Capabilities`] do not cover must be empty.
@@ -67,24 +68,9 @@ impl CreateRequest {
 
 impl fmt::Debug for CreateRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // All fields but the secret one. `Capabilities::check` destructures the request, so a new field is noticed
-        // there.
-        f.debug_struct("CreateRequest")
-            .field("name", &self.name)
-            .field("user_data", &format_args!("({} bytes)", self.user_data.len()))
-            .field("size", &self.size)
-            .field("instance_type", &self.instance_type)
-            .field("image", &self.image)
-            .field("disks", &self.disks)
-            .field("second_nic", &self.second_nic)
-            .field("labels", &self.labels)
-            .field("arch", &self.arch)
-            .field("confidential", &self.confidential)
-            .field("market", &self.market)
-            .field("zones", &self.zones)
-            .field("public_ip", &self.public_ip)
-            .field("placement", &self.placement)
-            .finish()
+        // The JSON, without the secret.
+        let shown = CreateRequest { user_data: format!("({} bytes)", self.user_data.len()), ..self.clone() };
+        write!(f, "CreateRequest {}", serde_json::to_string(&shown).map_err(|_| fmt::Error)?)
     }
 }
 
@@ -185,6 +171,7 @@ words!(Confidential {
     SecureExecution = "secure_execution",
 });
 words!(Market { Spot = "spot", OnDemand = "on_demand" });
+words!(OwnedState { Pending = "pending", Running = "running", Ended = "ended", Deleting = "deleting" });
 
 /// Place of one attempt, as the provider chose it: the instance types, zones and markets that the call names. Opaque to
 /// all but that provider. Not secret. At most 16 KiB.
@@ -219,18 +206,7 @@ impl Placement {
     }
 }
 
-impl TryFrom<String> for Placement {
-    type Error = crate::Error;
-    fn try_from(text: String) -> Result<Placement, crate::Error> {
-        Placement::new(text)
-    }
-}
-
-impl From<Placement> for String {
-    fn from(placement: Placement) -> String {
-        placement.0
-    }
-}
+text_type!(Placement, Placement::new, crate::Error);
 
 /// Hardware identity by which the guest recognises a disk; never its order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -372,6 +348,9 @@ mod tests {
         }
         for market in Market::ALL {
             assert_eq!(serde_json::to_value(market).unwrap(), market.word());
+        }
+        for state in OwnedState::ALL {
+            assert_eq!(serde_json::to_value(state).unwrap(), state.word());
         }
         assert_eq!(Market::from_word("free"), None);
     }

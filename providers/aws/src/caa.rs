@@ -46,9 +46,10 @@ pub fn convert(variables: &Variables) -> Converted {
 
 /// Removes tags that AWS or this provider reserves, and entries that are not key=value; reports them as lost.
 fn pairs(converted: &mut Converted) {
-    let Some(Value::List(tags)) = converted.settings.get_mut("tags") else { return };
+    let Some(Value::Array(tags)) = converted.settings.get_mut("tags") else { return };
     let mut lost = Vec::new();
     tags.retain(|pair| {
+        let pair = pair.as_str().unwrap_or_default();
         let why = match pair.split_once('=').map(|(key, _)| key.trim()) {
             None | Some("") => "is not key=value",
             Some("Name") => "is taken by us for the VM's name",
@@ -67,7 +68,7 @@ fn pairs(converted: &mut Converted) {
 
 fn template(name: Option<&str>, converted: &mut Converted) {
     // `kata` is the default of the cloud-api-adaptor.
-    converted.settings.insert("launch-template".to_owned(), Value::Text(name.unwrap_or("kata").to_owned()));
+    converted.settings.insert("launch-template".to_owned(), name.unwrap_or("kata").into());
     // The cloud-api-adaptor takes image, type, network and confidentiality from the template, although it requires an
     // image id.
     for (name, key) in
@@ -94,10 +95,9 @@ mod tests {
 
     fn read_back(converted: &Converted) -> Result<AwsConfig, String> {
         let text = |value: &Value| match value {
-            Value::Text(text) => text.clone(),
-            Value::List(list) => list.join(","),
-            Value::Number(number) => number.to_string(),
-            Value::Flag(flag) => flag.to_string(),
+            Value::String(text) => text.clone(),
+            Value::Array(list) => list.iter().map(|one| one.as_str().unwrap()).collect::<Vec<_>>().join(","),
+            other => other.to_string(),
         };
         let env = |key: &str| format!("PEERPOD_PROVIDER_AWS_{}", key.to_ascii_uppercase().replace('-', "_"));
         let env = converted.settings.iter().map(|(key, value)| (env(key), text(value)));

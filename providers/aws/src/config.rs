@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use peerpod_base::config::{Reader, Secret, Section};
+use peerpod_provider_api::Market;
 
 /// Prefix of the tags that the provider sets itself.
 pub const TAG_PREFIX: &str = "peerpod.";
@@ -52,8 +53,8 @@ pub struct AwsConfig {
     pub confidential: bool,
     /// Launch template of the administrator, by name or id, used instead of a generated one.
     pub launch_template: Option<String>,
-    /// Spot, on demand, or spot with a fallback to on demand.
-    pub market: Market,
+    /// Purchase options of the VMs. With both, on demand is the fallback where there is no spot capacity.
+    pub markets: Vec<Market>,
     /// Prices of types, as set by the administrator.
     pub prices: Vec<Price>,
     /// Interval of the checks whether EC2 takes spot VMs back; zero: no checks.
@@ -104,24 +105,13 @@ pub enum Image {
     OfTemplate,
 }
 
-/// Purchase option of VMs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Market {
-    /// On demand only.
-    OnDemand,
-    /// Spot only.
-    Spot,
-    /// Spot, and on demand where there is no spot capacity.
-    SpotFirst,
-}
-
 /// Price of a type, the same in all zones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Price {
     /// Instance type.
     pub machine: String,
     /// Purchase option.
-    pub market: peerpod_provider_api::Market,
+    pub market: Market,
     /// Millionths of a currency unit per hour. The administrator chooses the currency.
     pub millionths: u64,
 }
@@ -151,113 +141,113 @@ impl AwsConfig {
     /// Reads `provider.aws.*`. The reader collects the mistakes. A process that does not create (the cluster's
     /// controller) needs credentials and a region, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> AwsConfig {
-        let mut section = reader.section("provider.aws");
-        let region = section.optional(
-            "region",
-            "region of the VMs; default: the region of the environment, the profile or the node",
-        );
-        let endpoint: Option<String> = section.optional(
-            "endpoint",
-            "URL of the EC2 API, for a private endpoint; default: the region's endpoint",
-        );
-        if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
-            section.mistake(
-                "endpoint",
-                "not a URL; write it like https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com",
-            );
-        }
-        let credentials = credentials(&mut section);
-        let (instance_type, instance_types) = types(&mut section);
-        let arch = section.choice(
-            "arch",
-            this_arch(),
-            &["x86_64", "arm64"],
-            "architecture of the pods; default: this node's architecture",
-        );
-        let launch_template: Option<String> = section.optional(
-            "launch-template",
-            "name or id of your own launch template; without it Peerpod makes one",
-        );
-        let image = image(&mut section, launch_template.is_some() || !creates);
-        let network = Network::read(&mut section);
-        let key_name = section.optional("key-name", "SSH key pair of the VMs; default: none");
-        let instance_profile = section
-            .optional("instance-profile", "instance profile (name or ARN) that pods may use; default: none");
-        let confidential =
-            !section.get::<bool>("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
-        let market = match section
-            .choice(
-                "market",
-                "on-demand",
-                &["on-demand", "spot", "spot-first"],
-                "purchase option of the VMs; spot-first falls back to on-demand",
-            )
-            .as_str()
-        {
-            "spot" => Market::Spot,
-            "spot-first" => Market::SpotFirst,
-            _ => Market::OnDemand,
-        };
-        let prices = prices(&mut section, &instance_types);
-        let spot_watch = section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH);
-        let tenancy: Option<String> =
-            section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
-        if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
-            section.mistake("tenancy", "not known; write dedicated or host, or remove it");
-        }
-        let default_launch = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
-        let launch =
-            match section.derived("launch", "provider.aws.tenancy", default_launch.to_owned()).as_str() {
-                "run" => Launch::Run,
-                _ => Launch::Fleet,
-            };
-        if launch == Launch::Run && launch_template.is_some() {
-            section.mistake("launch-template", "needs a fleet, which cannot use dedicated hosts; remove it");
-        }
-        let root = RootDisk::read(&mut section);
-        let tags = tags(&mut section);
+        let section = &mut reader.section("provider.aws");
+        let (instance_type, instance_types) = types(section);
+        let help = "name or id of your own launch template; without it Peerpod makes one";
+        let launch_template: Option<String> = section.optional("launch-template", help);
+        let (tenancy, launch) = launch(section, launch_template.is_some());
+        let plain: bool = section.get("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
         let batch = section.constant("batch", "BATCH", BATCH);
-        let batch = if launch == Launch::Fleet { batch } else { 0 };
-        let call_timeout = section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT);
         AwsConfig {
             creates,
-            region,
-            endpoint,
-            credentials,
+            region: section.optional(
+                "region",
+                "region of the VMs; default: the region of the environment, the profile or the node",
+            ),
+            endpoint: endpoint(section),
+            credentials: credentials(section),
+            arch: arch(section),
+            image: image(section, launch_template.is_some() || !creates),
+            subnet_ids: ids(
+                section,
+                "subnet-ids",
+                "subnet-",
+                "subnets of the VMs, the preferred first; default: the node's subnet",
+            ),
+            security_group_ids: security_groups(section),
+            second_subnet_ids: ids(
+                section,
+                "second-subnet-ids",
+                "subnet-",
+                "subnets of a pod's second NIC, one per zone; without them no pod gets one",
+            ),
+            use_public_ip: section.get(
+                "use-public-ip",
+                "false",
+                "give VMs a public address and use it; only where the node cannot reach them otherwise",
+            ),
+            key_name: section.optional("key-name", "SSH key pair of the VMs; default: none"),
+            instance_profile: section.optional(
+                "instance-profile",
+                "instance profile (name or ARN) that pods may use; default: none",
+            ),
+            confidential: !plain,
+            markets: markets(section),
+            prices: prices(section, &instance_types),
+            root: RootDisk::read(section),
+            tags: tags(section),
+            spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
+            batch: if launch == Launch::Fleet { batch } else { 0 },
+            call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
             instance_types,
             instance_type,
-            arch,
-            image,
-            subnet_ids: network.subnet_ids,
-            security_group_ids: network.security_group_ids,
-            second_subnet_ids: network.second_subnet_ids,
-            key_name,
-            instance_profile,
-            use_public_ip: network.use_public_ip,
-            confidential,
             launch_template,
-            market,
-            prices,
-            spot_watch,
             launch,
             tenancy,
-            root,
-            tags,
-            batch,
-            call_timeout,
         }
     }
 }
 
 impl AwsConfig {
     /// Returns whether the administrator has set a price for this market.
-    pub fn has_prices(&self, market: peerpod_provider_api::Market) -> bool {
+    pub fn has_prices(&self, market: Market) -> bool {
         self.prices.iter().any(|one| one.market == market)
     }
 }
 
-fn this_arch() -> &'static str {
-    if std::env::consts::ARCH == "aarch64" { "arm64" } else { "x86_64" }
+fn arch(section: &mut Section<'_>) -> String {
+    let this = if std::env::consts::ARCH == "aarch64" { "arm64" } else { "x86_64" };
+    let help = "architecture of the pods; default: this node's architecture";
+    section.choice("arch", this, &["x86_64", "arm64"], help)
+}
+
+fn endpoint(section: &mut Section<'_>) -> Option<String> {
+    let endpoint: Option<String> = section
+        .optional("endpoint", "URL of the EC2 API, for a private endpoint; default: the region's endpoint");
+    if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
+        section.mistake(
+            "endpoint",
+            "not a URL; write it like https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com",
+        );
+    }
+    endpoint
+}
+
+fn markets(section: &mut Section<'_>) -> Vec<Market> {
+    let help = "purchase option of the VMs; spot-first falls back to on-demand";
+    match section.choice("market", "on-demand", &["on-demand", "spot", "spot-first"], help).as_str() {
+        "spot" => vec![Market::Spot],
+        "spot-first" => vec![Market::Spot, Market::OnDemand],
+        _ => vec![Market::OnDemand],
+    }
+}
+
+/// Returns the tenancy and the call that suits it.
+fn launch(section: &mut Section<'_>, has_template: bool) -> (Option<String>, Launch) {
+    let tenancy: Option<String> =
+        section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
+    if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
+        section.mistake("tenancy", "not known; write dedicated or host, or remove it");
+    }
+    let default = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
+    let launch = match section.derived("launch", "provider.aws.tenancy", default.to_owned()).as_str() {
+        "run" => Launch::Run,
+        _ => Launch::Fleet,
+    };
+    if launch == Launch::Run && has_template {
+        section.mistake("launch-template", "needs a fleet, which cannot use dedicated hosts; remove it");
+    }
+    (tenancy, launch)
 }
 
 fn credentials(section: &mut Section<'_>) -> Credentials {
@@ -313,7 +303,6 @@ fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
 }
 
 fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
-    use peerpod_provider_api::Market;
     let lines: Vec<String> = section.get(
         "prices",
         "",
@@ -398,51 +387,32 @@ fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
     }
 }
 
+/// Whether the text has the form of EC2's ids with this prefix.
+pub(crate) fn is_id(text: &str, prefix: &str) -> bool {
+    let hex = text.strip_prefix(prefix).unwrap_or_default();
+    (8..=17).contains(&hex.len()) && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 /// Reports a malformed id at start, before EC2 refuses a call.
 fn check_id(section: &mut Section<'_>, key: &str, prefix: &str, ids: &[String]) {
-    let good = |id: &String| {
-        id.strip_prefix(prefix)
-            .is_some_and(|hex| (8..=17).contains(&hex.len()) && hex.bytes().all(|b| b.is_ascii_hexdigit()))
-    };
-    if let Some(bad) = ids.iter().find(|id| !good(id)) {
+    if let Some(bad) = ids.iter().find(|id| !is_id(id, prefix)) {
         section.mistake(key, format!("{bad} is not an id; write it like {prefix}0123456789abcdef0"));
     }
 }
 
-struct Network {
-    subnet_ids: Vec<String>,
-    security_group_ids: Vec<String>,
-    second_subnet_ids: Vec<String>,
-    use_public_ip: bool,
+fn ids(section: &mut Section<'_>, key: &'static str, prefix: &str, help: &str) -> Vec<String> {
+    let ids: Vec<String> = section.get(key, "", help);
+    check_id(section, key, prefix, &ids);
+    ids
 }
 
-impl Network {
-    fn read(section: &mut Section<'_>) -> Network {
-        let subnet_ids: Vec<String> = section.get(
-            "subnet-ids",
-            "",
-            "subnets of the VMs, the preferred first; default: the node's subnet",
-        );
-        let security_group_ids: Vec<String> =
-            section.get("security-group-ids", "", "security groups of the VMs; default: the node's groups");
-        check_id(section, "subnet-ids", "subnet-", &subnet_ids);
-        check_id(section, "security-group-ids", "sg-", &security_group_ids);
-        let second_subnet_ids: Vec<String> = section.get(
-            "second-subnet-ids",
-            "",
-            "subnets of a pod's second NIC, one per zone; without them no pod gets one",
-        );
-        check_id(section, "second-subnet-ids", "subnet-", &second_subnet_ids);
-        if security_group_ids.len() > 16 {
-            section.mistake("security-group-ids", "more than 16; an interface takes no more, remove some");
-        }
-        let use_public_ip = section.get(
-            "use-public-ip",
-            "false",
-            "give VMs a public address and use it; only where the node cannot reach them otherwise",
-        );
-        Network { subnet_ids, security_group_ids, second_subnet_ids, use_public_ip }
+fn security_groups(section: &mut Section<'_>) -> Vec<String> {
+    let help = "security groups of the VMs; default: the node's groups";
+    let ids = ids(section, "security-group-ids", "sg-", help);
+    if ids.len() > 16 {
+        section.mistake("security-group-ids", "more than 16; an interface takes no more, remove some");
     }
+    ids
 }
 
 impl RootDisk {
@@ -522,7 +492,7 @@ mod tests {
         let config = read(&[("image-id", "ami-0123456789abcdef0")]).unwrap();
         assert_eq!(config.instance_types, ["m6a.large"]);
         assert!(config.confidential, "plain VMs are a decision");
-        assert_eq!((config.market, config.launch), (Market::OnDemand, Launch::Fleet));
+        assert_eq!((&config.markets[..], config.launch), (&[Market::OnDemand][..], Launch::Fleet));
         assert_eq!(config.root.size_gib, 30);
         assert!(read(&[]).unwrap_err().contains("image-id"));
         let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();

@@ -3,7 +3,7 @@
 //! * `config.rs` holds the settings; `caa.rs` converts those of a cloud-api-adaptor.
 //! * `ec2/` is the provider, with the feature `sdk`:
 //!   * `create.rs` makes VMs: one CreateFleet over all offerings of a placement, or RunInstances; exactly once per key.
-//!   * `see.rs` lists and looks up VMs, `remove.rs` deletes them; both serve many concurrent callers with one call.
+//!   * `vms.rs` lists and looks up VMs, `remove.rs` deletes them; both serve many concurrent callers with one call.
 //!   * `volumes.rs` attaches disks; `events.rs` watches for spot VMs that EC2 takes back.
 //!   * `facts.rs` loads the facts that a create needs (network, image, types), `prices.rs` the prices of the types.
 //!   * `shape.rs` builds the launch template of a profile, `tags.rs` the tags by which every resource is found again.

@@ -1,19 +1,15 @@
 //! Merges the calls of many callers within a short time into one call.
 //!
-//! The first caller of a key opens a window for it. The window closes when no caller came for a while, when it has been
-//! open long enough, or when it is full. A separate task then makes one call for all items. A caller that goes away,
-//! even the first, does not disturb the call of the others. If its window is still open, its item is left out of the
-//! call. Items of one key go together; each key has its own window.
+//! The first caller opens a window. The window closes when no caller came for a while, when it has been open long
+//! enough, or when it is full. A separate task then makes one call for all items. A caller that goes away, even the
+//! first, does not disturb the call of the others. If its window is still open, its item is left out of the call.
 //!
 //! Clouds refuse a whole list because of one unknown id. Such a list is halved until the bad item is alone. That takes
 //! some 2·log₂ n calls instead of n.
 
-use std::collections::HashMap;
 use std::future::Future;
-use std::hash::Hash;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -41,33 +37,26 @@ impl Window {
 /// Result of a call for several items: one answer per item, in their order, or one error for all of them.
 pub type Answers<O> = Result<Vec<Result<O, Error>>, Error>;
 
-/// Call for the items of a window: key, items, and the latest deadline of the waiting callers.
-type Execute<K, I, O> =
-    dyn Fn(K, Vec<I>, Instant) -> Pin<Box<dyn Future<Output = Answers<O>> + Send>> + Send + Sync;
+/// Call for the items of a window, with the latest deadline of the waiting callers.
+type Execute<I, O> =
+    dyn Fn(Vec<I>, Instant) -> Pin<Box<dyn Future<Output = Answers<O>> + Send>> + Send + Sync;
 
-/// Gathers items and makes one call for them. Clones share the windows.
-pub struct Batcher<K, I, O>(Arc<Inner<K, I, O>>);
+/// Gathers items and makes one call for them. Clones share the window.
+pub struct Batcher<I, O>(Arc<Inner<I, O>>);
 
-struct Inner<K, I, O> {
+struct Inner<I, O> {
     window: Window,
-    execute: Box<Execute<K, I, O>>,
-    open: Mutex<HashMap<K, Open<I, O>>>,
-    opened: AtomicU64,
+    execute: Box<Execute<I, O>>,
+    open: Mutex<Open<I, O>>,
 }
 
-/// Open window.
+/// Window that is open or, without items, closed.
 struct Open<I, O> {
-    /// Distinguishes the window from a later one of the same key.
+    /// Distinguishes the window from later ones.
     number: u64,
     since: Instant,
     last: Instant,
     items: Vec<Item<I, O>>,
-}
-
-/// Result of a check of a window.
-enum Look<I, O> {
-    Again(Instant),
-    Closed(Vec<Item<I, O>>),
 }
 
 struct Item<I, O> {
@@ -76,40 +65,39 @@ struct Item<I, O> {
     answer: oneshot::Sender<Result<O, Error>>,
 }
 
-impl<K, I, O> Clone for Batcher<K, I, O> {
+impl<I, O> Clone for Batcher<I, O> {
     fn clone(&self) -> Self {
         Batcher(Arc::clone(&self.0))
     }
 }
 
-impl<K, I, O> Batcher<K, I, O>
+impl<I, O> Batcher<I, O>
 where
-    K: Clone + Eq + Hash + Send + Sync + 'static,
     I: Clone + Send + Sync + 'static,
     O: Send + 'static,
 {
     /// Returns a batcher that makes its calls with `execute` (through the scheduler). The instant is the latest
     /// deadline of its callers.
-    pub fn new<F>(window: Window, execute: impl Fn(K, Vec<I>, Instant) -> F + Send + Sync + 'static) -> Self
+    pub fn new<F>(window: Window, execute: impl Fn(Vec<I>, Instant) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Answers<O>> + Send + 'static,
     {
+        let now = Instant::now();
         Batcher(Arc::new(Inner {
             window,
-            execute: Box::new(move |key, items, deadline| Box::pin(execute(key, items, deadline))),
-            open: Mutex::default(),
-            opened: AtomicU64::new(0),
+            execute: Box::new(move |items, deadline| Box::pin(execute(items, deadline))),
+            open: Mutex::new(Open { number: 0, since: now, last: now, items: Vec::new() }),
         }))
     }
 
-    /// Submits the item, to be handled together with others of its key, and waits for its answer. The last argument
-    /// names the operation in error texts.
+    /// Submits the item, to be handled together with others, and waits for its answer. The last argument names the
+    /// operation in error texts.
     ///
     /// # Errors
     /// The error of the call for this item; [`Error::Transient`] when there is no answer before the deadline.
-    pub async fn ask(&self, key: K, item: I, deadline: Instant, what: &str) -> Result<O, Error> {
+    pub async fn ask(&self, item: I, deadline: Instant, what: &str) -> Result<O, Error> {
         let (answer, answered) = oneshot::channel();
-        self.put(key, Item { item, deadline, answer });
+        self.put(Item { item, deadline, answer });
         match tokio::time::timeout_at(deadline, answered).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(_)) => {
@@ -121,65 +109,51 @@ where
         }
     }
 
-    fn put(&self, key: K, item: Item<I, O>) {
+    fn put(&self, item: Item<I, O>) {
         let now = Instant::now();
-        let mut windows = self.0.open.lock();
-        let new = || Open {
-            number: self.0.opened.fetch_add(1, Ordering::Relaxed),
-            since: now,
-            last: now,
-            items: Vec::new(),
-        };
-        let is_new = !windows.contains_key(&key);
-        let open = windows.entry(key.clone()).or_insert_with(new);
-        open.last = now;
+        let mut open = self.0.open.lock();
+        let is_new = open.items.is_empty();
         open.items.push(item);
+        open.last = now;
         if open.items.len() >= self.0.window.most {
-            let full = windows.remove(&key);
-            drop(windows);
-            if let Some(full) = full {
-                tokio::spawn(self.clone().execute(key, full.items));
-            }
+            let items = std::mem::take(&mut open.items);
+            tokio::spawn(self.clone().execute(items));
         } else if is_new {
-            let number = open.number;
-            drop(windows);
-            tokio::spawn(self.clone().close(key, number));
+            open.number += 1;
+            open.since = now;
+            tokio::spawn(self.clone().close(open.number));
         }
     }
 
     /// Closes the window when it is due, and makes the call.
-    async fn close(self, key: K, number: u64) {
-        loop {
-            match self.inspect(&key, number) {
-                Look::Again(at) => tokio::time::sleep_until(at).await,
-                Look::Closed(items) => return self.execute(key, items).await,
-            }
-        }
-    }
-
-    /// Takes the items out of the window when it is due.
-    fn inspect(&self, key: &K, number: u64) -> Look<I, O> {
+    async fn close(self, number: u64) {
         let Window { idle, longest, .. } = self.0.window;
-        let mut windows = self.0.open.lock();
-        // The window is gone or has another number: it was full, and its call was already made.
-        let Some(open) = windows.get(key).filter(|open| open.number == number) else {
-            return Look::Closed(Vec::new());
+        let items = loop {
+            let due = {
+                let mut open = self.0.open.lock();
+                // The window was full, and its call was already made.
+                if open.number != number || open.items.is_empty() {
+                    return;
+                }
+                let due = (open.last + idle).min(open.since + longest);
+                if due <= Instant::now() {
+                    break std::mem::take(&mut open.items);
+                }
+                due
+            };
+            tokio::time::sleep_until(due).await;
         };
-        let at = (open.last + idle).min(open.since + longest);
-        if at > Instant::now() {
-            return Look::Again(at);
-        }
-        Look::Closed(windows.remove(key).map_or_else(Vec::new, |closed| closed.items))
+        self.execute(items).await;
     }
 
     /// Makes the call for the callers that still wait, and answers each.
-    async fn execute(self, key: K, items: Vec<Item<I, O>>) {
+    async fn execute(self, items: Vec<Item<I, O>>) {
         let mut parts: Vec<Vec<Item<I, O>>> = vec![items];
         while let Some(mut part) = parts.pop() {
             part.retain(|item| !item.answer.is_closed());
             let Some(deadline) = part.iter().map(|item| item.deadline).max() else { continue };
             let asked = part.iter().map(|item| item.item.clone()).collect();
-            match (self.0.execute)(key.clone(), asked, deadline).await {
+            match (self.0.execute)(asked, deadline).await {
                 Ok(answers) => {
                     for (item, answer) in part.into_iter().zip(answers) {
                         drop(item.answer.send(answer)); // the caller may be gone and will repeat its call

@@ -28,7 +28,6 @@ pub use table::{BucketLimits, Table};
 
 use metrics::ApiCallMetrics;
 use queue::{NoTurn, Permit, Queues};
-use tokens::TokenBuckets;
 
 /// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
@@ -55,8 +54,7 @@ pub struct Scheduler {
 impl Scheduler {
     /// Returns a scheduler for an account that, as far as known, no other process uses.
     pub fn new(table: Table) -> Scheduler {
-        let queues = Queues::new(TokenBuckets::new(&table));
-        Scheduler { table: Arc::new(table), queues, metrics: ApiCallMetrics::default() }
+        Scheduler { table: Arc::new(table), queues: Arc::default(), metrics: ApiCallMetrics::default() }
     }
 
     /// Registers `peerpod_cloud_*`; called by `Provider::register_metrics`.
@@ -69,30 +67,28 @@ impl Scheduler {
     ///
     /// # Errors
     /// The error of `ask`; [`Error::Transient`] when no turn or no answer comes before the deadline.
-    pub async fn run<T, F>(&self, call: ApiCall<'_>, ask: impl Fn() -> F) -> Result<T, Error>
+    pub async fn run<T, E, F>(&self, call: ApiCall<'_>, ask: impl Fn() -> F) -> Result<T, E>
     where
-        F: Future<Output = Result<T, Error>>,
+        E: From<Error> + AsRef<Error>,
+        F: Future<Output = Result<T, E>>,
     {
         loop {
             let permit = self.turn(call).await?;
             self.metrics.called(call.action);
             let permit = permit.sent();
-            match tokio::time::timeout_at(call.deadline, ask()).await {
-                Err(_) => {
-                    return Err(Error::transient(format!(
-                        "{}: {} had no answer when its time was over; its effect is unknown",
-                        call.what, call.action
-                    )));
-                }
-                Ok(Err(Error::Throttled { after, text })) => {
-                    permit.throttled(after);
-                    self.metrics.throttled(call.action);
-                    tracing::debug!(action = call.action, what = call.what, ?after, "throttled: {text}");
-                }
-                Ok(answer) => {
-                    permit.answered();
-                    return answer;
-                }
+            let answer = tokio::time::timeout_at(call.deadline, ask()).await.map_err(|_| {
+                Error::transient(format!(
+                    "{}: {} had no answer when its time was over; its effect is unknown",
+                    call.what, call.action
+                ))
+            })?;
+            if let Err(Error::Throttled { after, text }) = answer.as_ref().map_err(AsRef::<Error>::as_ref) {
+                permit.throttled(*after);
+                self.metrics.throttled(call.action);
+                tracing::debug!(action = call.action, what = call.what, ?after, "throttled: {text}");
+            } else {
+                permit.answered();
+                return answer;
             }
         }
     }
@@ -114,14 +110,15 @@ impl Scheduler {
 fn no_turn(call: ApiCall<'_>, limits: &BucketLimits, start: Instant, refusal: &NoTurn) -> Error {
     let ApiCall { action, what, deadline, .. } = call;
     let (left, rate) = (short(deadline.saturating_duration_since(start)), limits.per_second);
-    let text = match refusal {
-        NoTurn::TooLong { ahead, wait } => format!(
+    let ahead = refusal.ahead;
+    let text = match refusal.wait {
+        Some(wait) => format!(
             "{what}: {ahead} other calls wait for {action}, which this account may call {rate} times a second at \
              most; the turn comes in {}, and the caller waits {left}, for the answer, too; create fewer pods at once, have the cloud raise \
              the limit, or set a longer deadline",
-            short(*wait)
+            short(wait)
         ),
-        NoTurn::TimeIsOver { ahead } => format!(
+        None => format!(
             "{what}: the turn of {action} did not come within {left}, {ahead} other calls still wait before it; the \
              cloud throttles this account: create fewer pods at once, or have it raise the limit"
         ),

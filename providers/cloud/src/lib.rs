@@ -20,5 +20,5 @@ mod text;
 pub use batch::{Batcher, Window};
 pub use calls::{ApiCall, Scheduler};
 pub use catalogue::{Catalogue, Location, MachineType, Offering, Prices};
-pub use plan::{Need, Plan, Policy, RejectReason, Rejection, plan};
+pub use plan::{Plan, Policy, RejectReason, Rejection, plan};
 pub use planner::{Planner, offerings};

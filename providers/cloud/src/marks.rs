@@ -93,16 +93,6 @@ impl Marks {
         found.filter(|mark| self.is_standing(mark, now)).max_by_key(|mark| mark.at)
     }
 
-    /// Returns the number of marks, expired ones included.
-    pub fn len(&self) -> usize {
-        self.marks.len()
-    }
-
-    /// Whether there are no marks.
-    pub fn is_empty(&self) -> bool {
-        self.marks.is_empty()
-    }
-
     fn is_standing(&self, mark: &Mark, now: Instant) -> bool {
         now.saturating_duration_since(mark.at) < self.stands
     }
@@ -163,7 +153,7 @@ mod tests {
         for number in 0..100 {
             let now = start + Duration::from_millis(number);
             marks.offering(&offering(&format!("m{number}"), "a", Market::Spot), &"x".repeat(9999), now);
-            assert!(marks.len() <= 10);
+            assert!(marks.marks.len() <= 10);
         }
         let now = start + Duration::from_secs(1);
         assert!(marks.find("m89", "a", None, Market::Spot, now).is_none());
@@ -172,6 +162,6 @@ mod tests {
         // Expired marks make room before a valid one is dropped.
         let later = start + STANDS + Duration::from_millis(95);
         marks.offering(&offering("new", "a", Market::Spot), "none", later);
-        assert_eq!(marks.len(), 5);
+        assert_eq!(marks.marks.len(), 5);
     }
 }

@@ -15,64 +15,6 @@ use tokio::time::Instant;
 use crate::catalogue::{Catalogue, Location, MachineType, Offering};
 use crate::marks::Marks;
 
-/// Requirements of a request.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Need {
-    /// Minimum size; ignored when a type is named.
-    pub size: Size,
-    /// Exact type, if one is named.
-    pub machine: Option<String>,
-    /// Architecture of the image; `None`: that of the policy.
-    pub arch: Option<Arch>,
-    /// Confidential-computing technology; `None`: that of the policy.
-    pub confidential: Option<Confidential>,
-    /// Number of data disks to attach.
-    pub disks: u32,
-    /// Zone of the disks.
-    pub disk_zone: Option<String>,
-    /// Number of NICs.
-    pub nics: u32,
-    /// Allowed zones; empty: all.
-    pub zones: Vec<String>,
-    /// Market; `None`: those of the policy.
-    pub market: Option<Market>,
-}
-
-impl Need {
-    /// Returns the requirements of this request. A provider that asked its cloud for the zone of the disks sets
-    /// `disk_zone` afterwards.
-    pub fn of(request: &CreateRequest) -> Need {
-        // Destructured without `..`: a new field does not compile until it is used or ignored here.
-        let CreateRequest {
-            size,
-            instance_type,
-            arch,
-            confidential,
-            disks,
-            second_nic,
-            zones,
-            market,
-            name: _,
-            user_data: _,
-            image: _,
-            labels: _,
-            public_ip: _,
-            placement: _,
-        } = request;
-        Need {
-            size: size.clone(),
-            machine: instance_type.clone().filter(|name| !name.is_empty()),
-            arch: *arch,
-            confidential: *confidential,
-            disks: u32::try_from(disks.len()).unwrap_or(u32::MAX),
-            disk_zone: disks.iter().find_map(|disk| disk.zone.clone()),
-            nics: 1 + u32::from(*second_nic),
-            zones: zones.clone(),
-            market: *market,
-        }
-    }
-}
-
 /// Settings of the administrator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
@@ -143,15 +85,6 @@ pub struct Rejection<'c> {
     pub reason: RejectReason,
 }
 
-impl Rejection<'_> {
-    /// Whether the rejection covers this offering.
-    pub fn covers(&self, machine: &str, place: &Location, market: Market) -> bool {
-        self.machine == machine
-            && self.place.is_none_or(|own| own == place)
-            && self.market.is_none_or(|own| own == market)
-    }
-}
-
 /// Offering that suits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate<'c> {
@@ -189,19 +122,19 @@ pub struct Plan<'c> {
 /// All markets. Each type counts as offered on each, because the catalogue has no such data.
 pub const MARKETS: [Market; 2] = [Market::Spot, Market::OnDemand];
 
-/// Returns the offerings that suit, in order: cheapest first (those without a price last), then fewest GPUs, least
+/// Returns the offerings that suit a request, in order: cheapest first (those without a price last), then fewest GPUs, least
 /// memory, fewest CPUs, the type's name, spot before on-demand, the names of zone and subnet.
 ///
 /// # Errors
 /// [`Error::Invalid`] when the named or default type is not in the catalogue, or the named one is not allowed.
 pub fn plan<'c>(
     catalogue: &'c Catalogue,
-    need: &Need,
+    request: &CreateRequest,
     policy: &Policy,
     marks: &Marks,
     now: Instant,
 ) -> Result<Plan<'c>, Error> {
-    let only = only(catalogue, need, policy)?;
+    let only = only(catalogue, request, policy)?;
     let mut types: Vec<&MachineType> = catalogue.types.iter().collect();
     types.sort_by(|a, b| a.name.cmp(&b.name));
     let mut places: Vec<&Location> = catalogue.places.iter().collect();
@@ -209,31 +142,25 @@ pub fn plan<'c>(
     places.dedup();
     let mut plan = Plan { offerings: Vec::new(), rejections: Vec::new() };
     for machine in types {
-        if let Some(reason) = unfit(machine, need, policy, only.as_deref()) {
-            plan.rejections.push(Rejection { machine: &machine.name, place: None, market: None, reason });
+        let mut reject = |place, market, reason| {
+            plan.rejections.push(Rejection { machine: &machine.name, place, market, reason });
+        };
+        if let Some(reason) = unfit(machine, request, policy, only.as_deref()) {
+            reject(None, None, reason);
             continue;
         }
         for place in &places {
-            if let Some(reason) = misplaced(catalogue, machine, place, need) {
-                let place = Some(*place);
-                plan.rejections.push(Rejection { machine: &machine.name, place, market: None, reason });
+            if let Some(reason) = misplaced(catalogue, machine, place, request) {
+                reject(Some(*place), None, reason);
                 continue;
             }
             for market in MARKETS {
-                match unavailable(machine, place, market, need, policy, marks, now) {
-                    Some(reason) => plan.rejections.push(Rejection {
-                        machine: &machine.name,
-                        place: Some(place),
-                        market: Some(market),
-                        reason,
-                    }),
-                    None => plan.offerings.push(Candidate {
-                        machine,
-                        place,
-                        market,
-                        price: catalogue.prices.get(&machine.name, &place.zone, market),
-                    }),
+                if let Some(reason) = unavailable(machine, place, market, request, policy, marks, now) {
+                    reject(Some(*place), Some(market), reason);
+                    continue;
                 }
+                let price = catalogue.prices.get(&machine.name, &place.zone, market);
+                plan.offerings.push(Candidate { machine, place, market, price });
             }
         }
     }
@@ -248,8 +175,9 @@ impl Plan<'_> {
     }
 
     /// Returns the error for a plan without offerings: [`Error::Capacity`] when an offering would suit but was recently
-    /// exhausted, otherwise [`Error::Invalid`]. The first argument is the VM's name, for the text.
-    pub fn nothing_left(&self, what: &str, need: &Need) -> Error {
+    /// exhausted, otherwise [`Error::Invalid`].
+    pub fn nothing_left(&self, request: &CreateRequest) -> Error {
+        let what = &request.name;
         let rejected = self.rejected();
         let exhausted =
             self.rejections.iter().any(|one| matches!(one.reason, RejectReason::Exhausted { .. }));
@@ -266,7 +194,7 @@ impl Plan<'_> {
             matches!(one.reason, Vcpus(_) | Memory(_) | Gpus(_) | GpuModel(_) | HasGpus | NotAllowed)
         });
         if no_type_is_large_enough {
-            return Error::invalid(format!("{} (of {because})", text::nothing_fits(&need.size)));
+            return Error::invalid(format!("{} (of {because})", text::nothing_fits(&request.size)));
         }
         Error::invalid(format!(
             "create of {what}: nothing on offer fits: {because}; change the request, or allow more instance types, \
@@ -276,13 +204,13 @@ impl Plan<'_> {
 }
 
 /// Returns the only allowed type, where it is fixed.
-fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<String>, Error> {
-    let name = match &need.machine {
+fn only(catalogue: &Catalogue, request: &CreateRequest, policy: &Policy) -> Result<Option<String>, Error> {
+    let name = match request.instance_type.as_ref().filter(|name| !name.is_empty()) {
         Some(name) => {
             verify(name, policy)?;
             name.clone()
         }
-        None if need.size == Size::default() => policy.default.clone(),
+        None if request.size == Size::default() => policy.default.clone(),
         None => return Ok(None),
     };
     if !catalogue.types.iter().any(|one| one.name == name) {
@@ -310,22 +238,27 @@ fn verify(name: &str, Policy { allowed, default, .. }: &Policy) -> Result<(), Er
 }
 
 /// Returns the reason against the type, independent of the place.
-fn unfit(machine: &MachineType, need: &Need, policy: &Policy, only: Option<&str>) -> Option<RejectReason> {
-    let arch = need.arch.or(policy.arch);
-    let confidential = need.confidential.or(policy.confidential);
+fn unfit(
+    machine: &MachineType,
+    request: &CreateRequest,
+    policy: &Policy,
+    only: Option<&str>,
+) -> Option<RejectReason> {
+    let arch = request.arch.or(policy.arch);
+    let confidential = request.confidential.or(policy.confidential);
+    let disks = u32::try_from(request.disks.len()).unwrap_or(u32::MAX);
+    let nics = 1 + u32::from(request.second_nic);
     let by_type = match only {
         Some(only) => (machine.name != only).then(|| RejectReason::OtherType(only.to_owned())),
-        None => too_small(machine, &need.size, policy),
+        None => too_small(machine, &request.size, policy),
     };
     by_type
         .or_else(|| arch.filter(|arch| !machine.archs.contains(arch)).map(RejectReason::Arch))
         .or_else(|| {
             confidential.filter(|one| !machine.confidential.contains(one)).map(RejectReason::Confidential)
         })
-        .or_else(|| {
-            machine.max_disks.filter(|most| *most < need.disks).map(|_| RejectReason::Disks(need.disks))
-        })
-        .or_else(|| machine.max_nics.filter(|most| *most < need.nics).map(|_| RejectReason::Nics(need.nics)))
+        .or_else(|| machine.max_disks.filter(|most| *most < disks).map(|_| RejectReason::Disks(disks)))
+        .or_else(|| machine.max_nics.filter(|most| *most < nics).map(|_| RejectReason::Nics(nics)))
 }
 
 fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<RejectReason> {
@@ -356,12 +289,13 @@ fn misplaced(
     catalogue: &Catalogue,
     machine: &MachineType,
     place: &Location,
-    need: &Need,
+    request: &CreateRequest,
 ) -> Option<RejectReason> {
-    if !need.zones.is_empty() && !need.zones.contains(&place.zone) {
+    if !request.zones.is_empty() && !request.zones.contains(&place.zone) {
         return Some(RejectReason::Zone);
     }
-    if let Some(zone) = need.disk_zone.as_ref().filter(|zone| **zone != place.zone) {
+    let disk_zone = request.disks.iter().find_map(|disk| disk.zone.as_ref());
+    if let Some(zone) = disk_zone.filter(|zone| **zone != place.zone) {
         return Some(RejectReason::DisksIn(zone.clone()));
     }
     (!catalogue.is_sold(&machine.name, &place.zone)).then_some(RejectReason::NotSold)
@@ -371,12 +305,12 @@ fn unavailable(
     machine: &MachineType,
     place: &Location,
     market: Market,
-    need: &Need,
+    request: &CreateRequest,
     policy: &Policy,
     marks: &Marks,
     now: Instant,
 ) -> Option<RejectReason> {
-    let wanted = match need.market {
+    let wanted = match request.market {
         Some(wanted) => wanted == market,
         None => policy.markets.contains(&market),
     };

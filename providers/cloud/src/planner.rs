@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::catalogue::{Catalogue, Offering};
 use crate::marks::Marks;
-use crate::plan::{Need, Policy, plan};
+use crate::plan::{Policy, plan};
 use crate::text::clip;
 
 /// Chooses offerings and remembers refused ones. One per account; shared by reference.
@@ -49,17 +49,17 @@ impl Planner {
         *self.catalogue.write() = Arc::new(catalogue);
     }
 
-    /// Returns the best `at_most` offerings (at least one) that suit and are not known to be exhausted, for one call.
-    /// The first argument is the VM's name, for errors.
+    /// Returns the best `at_most` offerings (at least one) that suit and are not known to be exhausted, for one call. A
+    /// provider that asks its cloud for the zone of the disks sets it in the request first.
     ///
     /// # Errors
     /// [`Error::Capacity`] when all offerings that suit are exhausted, [`Error::Invalid`] when none suits. Both name
     /// the reason against every offering.
-    pub fn place(&self, what: &str, need: &Need, at_most: usize) -> Result<Placement, Error> {
+    pub fn place(&self, request: &CreateRequest, at_most: usize) -> Result<Placement, Error> {
         let catalogue = self.catalogue();
-        let plan = plan(&catalogue, need, &self.policy, &self.marks.lock(), Instant::now())?;
+        let plan = plan(&catalogue, request, &self.policy, &self.marks.lock(), Instant::now())?;
         if plan.offerings.is_empty() {
-            return Err(plan.nothing_left(what, need));
+            return Err(plan.nothing_left(request));
         }
         let mut offerings: Vec<Offering> =
             plan.offerings.iter().take(at_most.max(1)).map(|one| one.offering()).collect();
@@ -178,13 +178,14 @@ mod tests {
         planner
     }
 
-    fn need() -> Need {
-        Need { size: Size { vcpus: 1, ..Size::default() }, nics: 1, ..Need::default() }
+    fn request() -> CreateRequest {
+        let size = Size { vcpus: 1, ..Size::default() };
+        CreateRequest { name: "pod-a".into(), size, ..CreateRequest::default() }
     }
 
     fn named(planner: &Planner, at_most: usize) -> Vec<String> {
         let request = CreateRequest {
-            placement: Some(planner.place("pod", &need(), at_most).unwrap()),
+            placement: Some(planner.place(&request(), at_most).unwrap()),
             ..CreateRequest::default()
         };
         offerings(&request).unwrap().unwrap().iter().map(Offering::to_string).collect()
@@ -213,7 +214,7 @@ mod tests {
         let planner = planner(&["small", "large"]);
         planner.market_closed(Market::OnDemand, "VcpuLimitExceeded");
         tokio::time::advance(Duration::from_secs(125)).await;
-        let error = planner.place("pod-a", &need(), 5).unwrap_err();
+        let error = planner.place(&request(), 5).unwrap_err();
         assert_eq!(error.retry(), Retry::NextOffering);
         let text = error.to_string();
         for part in ["pod-a", "large in z1, z2", "VcpuLimitExceeded (2 min ago)", "allow more"] {

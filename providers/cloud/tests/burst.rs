@@ -54,8 +54,8 @@ type Shared = Arc<Mutex<Cloud>>;
 struct Small {
     cloud: Shared,
     scheduler: Scheduler,
-    addresses: Batcher<(), InstanceId, Option<IpAddr>>,
-    deletes: Batcher<(), InstanceId, ()>,
+    addresses: Batcher<InstanceId, Option<IpAddr>>,
+    deletes: Batcher<InstanceId, ()>,
 }
 
 async fn api<T>(
@@ -95,7 +95,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
         .with("describe", &["Describe*"], BucketLimits::new(20.0, 100));
     let scheduler = Scheduler::new(table);
     let (asks, asked) = (scheduler.clone(), Arc::clone(&cloud));
-    let addresses = Batcher::new(Window::LIST, move |(), ids: Vec<InstanceId>, deadline| {
+    let addresses = Batcher::new(Window::LIST, move |ids: Vec<InstanceId>, deadline| {
         let (scheduler, cloud) = (asks.clone(), Arc::clone(&asked));
         async move {
             let call = ApiCall { action: "Describe", owner: "describe", what: "addresses", deadline };
@@ -111,7 +111,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
         }
     });
     let (asks, asked) = (scheduler.clone(), Arc::clone(&cloud));
-    let deletes = Batcher::new(Window::LIST, move |(), ids: Vec<InstanceId>, deadline| {
+    let deletes = Batcher::new(Window::LIST, move |ids: Vec<InstanceId>, deadline| {
         let (scheduler, cloud) = (asks.clone(), Arc::clone(&asked));
         async move {
             let call = ApiCall { action: "Terminate", owner: "terminate", what: "delete", deadline };
@@ -167,7 +167,7 @@ impl Provider for Small {
         let mut pause = ADDRESS_AFTER;
         loop {
             tokio::time::sleep(pause).await;
-            if let Some(found) = self.addresses.ask((), id.clone(), until(), "addresses").await? {
+            if let Some(found) = self.addresses.ask(id.clone(), until(), "addresses").await? {
                 return Ok(vec![found]);
             }
             pause = Duration::from_secs(1);
@@ -175,7 +175,7 @@ impl Provider for Small {
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
-        self.deletes.ask((), id.clone(), until(), "delete").await
+        self.deletes.ask(id.clone(), until(), "delete").await
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {

@@ -45,13 +45,8 @@ pub(crate) struct HandshakeData {
     pub(crate) grows: bool,
 }
 
-#[derive(Clone)]
-enum State {
-    /// The first handshake is not done yet.
-    Starting,
-    Up(ProviderClient),
-    Down(Error),
-}
+/// Stub for calls, or the reason why there is none; `None` before the first handshake.
+type State = Option<Result<ProviderClient, Error>>;
 
 /// State of the connection, shared with the calls.
 pub(crate) struct Connection {
@@ -62,7 +57,7 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn new(config: ExternalConfig) -> Arc<Connection> {
-        Arc::new(Connection { config, state: watch::Sender::new(State::Starting), known: OnceLock::new() })
+        Arc::new(Connection { config, state: watch::Sender::new(None), known: OnceLock::new() })
     }
 
     /// Returns the provider's name for error texts.
@@ -82,35 +77,23 @@ impl Connection {
     /// Waits for the result of the first start.
     pub(crate) async fn first(&self) -> Result<(), Error> {
         let mut state = self.state.subscribe();
-        let outcome =
-            state.wait_for(|state| !matches!(state, State::Starting)).await.map(|state| state.clone());
-        match outcome {
-            Ok(State::Up(_)) => Ok(()),
-            Ok(State::Down(error)) => Err(error),
-            _ => Err(Error::transient("open the provider: its task has ended")),
-        }
+        let outcome = state.wait_for(Option::is_some).await.ok().and_then(|state| state.clone());
+        let ended = || Err(Error::transient("open the provider: its task has ended"));
+        outcome.unwrap_or_else(ended).map(drop)
     }
 
     /// Returns the stub for a call. Waits up to 5 s for a connection. An error that a wait cannot resolve is returned
     /// at once.
     pub(crate) async fn stub(&self) -> Result<ProviderClient, Error> {
         let mut state = self.state.subscribe();
-        let settled = |state: &State| match state {
-            State::Up(_) => true,
-            State::Down(error) => !matches!(error, Error::Transient { .. }),
-            State::Starting => false,
-        };
+        let settled = |state: &State| !matches!(state, None | Some(Err(Error::Transient { .. })));
         let found = timeout(AWAY, state.wait_for(settled)).await;
         // Bound to a name, because a guard of the channel must not live across the match.
         let found = match found {
             Ok(Ok(state)) => state.clone(),
             _ => self.state.borrow().clone(),
         };
-        match found {
-            State::Up(stub) => Ok(stub),
-            State::Down(error) => Err(error),
-            State::Starting => Err(Error::transient(format!("{} is not there yet", self.who()))),
-        }
+        found.unwrap_or_else(|| Err(Error::transient(format!("{} is not there yet", self.who()))))
     }
 
     /// Keeps the connection up. Never returns.
@@ -133,7 +116,7 @@ impl Connection {
                 tracing::warn!(class = error.class(), ?pause, "{text}; trying again");
                 said = Some(text);
             }
-            self.state.send_replace(State::Down(error));
+            self.state.send_replace(Some(Err(error)));
             sleep(pause).await;
         }
     }
@@ -154,9 +137,9 @@ impl Connection {
         };
         // Calls must not get a connection that is about to be closed.
         self.state.send_if_modified(|state| {
-            let up = matches!(state, State::Up(_));
+            let up = matches!(state, Some(Ok(_)));
             if up {
-                *state = State::Down(error.clone());
+                *state = Some(Err(error.clone()));
             }
             up
         });
@@ -180,7 +163,7 @@ impl Connection {
                 _ => error,
             });
         }
-        self.state.send_replace(State::Up(stub.clone()));
+        self.state.send_replace(Some(Ok(stub.clone())));
         loop {
             tokio::select! {
                 end = handle.ended() => return Err(self.broken(&end)),

@@ -36,7 +36,7 @@ use peerpod_proto::provider_ttrpc::ProviderClient;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
     Extensions, IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Volumes,
-    deadline,
+    deadline, unless_gone,
 };
 use protobuf::MessageField;
 use tokio::task::AbortHandle;
@@ -44,8 +44,9 @@ use tokio::time::{Instant, sleep};
 use ttrpc::context::{Context, with_duration};
 
 pub use config::{Endpoint, ExternalConfig, TlsFiles};
-use connection::Connection;
+use connection::{Connection, HandshakeData};
 pub use plugin::SOCKET_VARIABLE;
+use wire::Answer;
 
 /// Longest time for which the provider may hold a request for addresses or events open.
 const HOLD: Duration = Duration::from_secs(20);
@@ -70,9 +71,6 @@ pub struct Owner {
 /// Provider in another process. Dropping it closes the connection, and ends the process if this process started it.
 pub struct External {
     connection: Arc<Connection>,
-    capabilities: Capabilities,
-    places: bool,
-    grows: bool,
     task: AbortHandle,
 }
 
@@ -86,21 +84,17 @@ impl External {
         let connection = Connection::new(config);
         let task = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
         // From here on, dropping `external` also ends the connection task.
-        let mut external = External {
-            connection: Arc::clone(&connection),
-            capabilities: Capabilities::minimal(0),
-            places: false,
-            grows: false,
-            task,
-        };
-        connection.first().await?;
-        let Some(known) = connection.known() else {
-            return Err(Error::transient("open the provider: it did not describe itself"));
-        };
-        external.capabilities = known.capabilities.clone();
-        external.places = known.places;
-        external.grows = known.grows;
+        let external = External { connection, task };
+        external.connection.first().await?;
         Ok(external)
+    }
+
+    fn known(&self) -> &HandshakeData {
+        self.connection.known().expect("`open` waits for the handshake")
+    }
+
+    fn call<'c>(&self, what: &'c str) -> Call<'c> {
+        Call { what, limit: self.connection.config.call_timeout, secret: None }
     }
 }
 
@@ -109,36 +103,6 @@ impl Drop for External {
         self.task.abort();
     }
 }
-
-/// Answer that may be an error instead.
-trait Answer: Send + 'static {
-    fn take_error(&mut self) -> Option<proto::Error>;
-}
-
-macro_rules! answers {
-    ($($answer:ident),* $(,)?) => {$(
-        impl Answer for proto::$answer {
-            fn take_error(&mut self) -> Option<proto::Error> {
-                let error = self.error.take();
-                error.filter(|error| !(error.class.is_empty() && error.text.is_empty()))
-            }
-        }
-    )*};
-}
-answers!(
-    PreflightResponse,
-    PlaceResponse,
-    CreateResponse,
-    CreateManyResponse,
-    AddressesResponse,
-    DeleteResponse,
-    ListOwnedResponse,
-    AttachResponse,
-    DetachResponse,
-    GrownResponse,
-    ConsoleResponse,
-    EventsResponse,
-);
 
 /// Properties of a call, apart from its request.
 struct Call<'c> {
@@ -166,7 +130,8 @@ impl Connection {
         let answer = tokio::spawn(ask(stub, with_duration(limit))).await;
         let answer = answer.unwrap_or_else(|error| Err(ttrpc::Error::Others(error.to_string())));
         let mut answer = answer.map_err(|error| wire::status_error(&self.who(), call.what, &error))?;
-        match answer.take_error() {
+        let error = answer.error().take();
+        match error.filter(|error| !(error.class.is_empty() && error.text.is_empty())) {
             Some(error) => Err(wire::error_from(&self.who(), error, call.secret)),
             None => Ok(answer),
         }
@@ -177,17 +142,19 @@ impl Connection {
     }
 }
 
-/// Makes one call of the service: connection, properties, method, request.
+/// Makes one call of the service, with this request of the connection's owner.
 macro_rules! ask {
+    ($connection:expr, $call:expr, $method:ident, $Request:ident { $($field:ident $(: $value:expr)?),* $(,)? }) => {{
+        let request = proto::$Request {
+            owner: $connection.owner(),
+            $($field $(: $value)?,)*
+            ..Default::default()
+        };
+        ask!($connection, $call, $method, request)
+    }};
     ($connection:expr, $call:expr, $method:ident, $request:ident) => {
         $connection.ask($call, |stub, context| async move { stub.$method(context, &$request).await }).await
     };
-}
-
-impl External {
-    fn call<'c>(&self, what: &'c str) -> Call<'c> {
-        Call { what, limit: self.connection.config.call_timeout, secret: None }
-    }
 }
 
 #[async_trait]
@@ -197,20 +164,18 @@ impl Provider for External {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.capabilities.clone()
+        self.known().capabilities.clone()
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        let request = proto::PreflightRequest { owner: self.connection.owner(), ..Default::default() };
-        let call = self.call("preflight");
-        let answer = ask!(self.connection, call, preflight, request)?;
+        let answer = ask!(self.connection, self.call("preflight"), preflight, PreflightRequest {})?;
         let mut found = wire::preflight_from(&self.connection.who(), &answer)?;
         found.facts.insert(0, self.connection.who());
         Ok(found)
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
-        if !self.places {
+        if !self.known().places {
             return Ok(None);
         }
         let what = format!("place {}", request.name);
@@ -223,7 +188,7 @@ impl Provider for External {
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
-        self.capabilities.check(request, self.name())?;
+        self.capabilities().check(request, self.name())?;
         let what = format!("create of {}", request.name);
         let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
         let asked = wire::request_to(&self.connection.config.owner, request, Some(key));
@@ -236,14 +201,10 @@ impl Provider for External {
         let mut backoff = Backoff::new(SHORTEST_PAUSE, LONGEST_PAUSE);
         loop {
             let asked = Instant::now();
-            let request = proto::AddressesRequest {
-                owner: self.connection.owner(),
-                id: id.to_string(),
-                wait_ms: HOLD.as_millis() as u32,
-                ..Default::default()
-            };
             let call = Call { limit: HOLD + self.connection.config.call_timeout, ..self.call(&what) };
-            let answer: proto::AddressesResponse = ask!(self.connection, call, addresses, request)?;
+            let (id, wait_ms) = (id.to_string(), HOLD.as_millis() as u32);
+            let answer: proto::AddressesResponse =
+                ask!(self.connection, call, addresses, AddressesRequest { id, wait_ms })?;
             if !answer.addresses.is_empty() {
                 return wire::addresses_from(&self.connection.who(), &answer.addresses);
             }
@@ -254,20 +215,17 @@ impl Provider for External {
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let what = format!("delete of {id}");
-        let request =
-            proto::DeleteRequest { owner: self.connection.owner(), id: id.to_string(), ..Default::default() };
-        let call = self.call(&what);
-        let answer: Result<proto::DeleteResponse, Error> = ask!(self.connection, call, delete, request);
-        gone_is_fine(answer.map(drop))
+        let answer: Result<proto::DeleteResponse, Error> =
+            ask!(self.connection, self.call(&what), delete, DeleteRequest { id: id.to_string() });
+        unless_gone(answer.map(drop))
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let (mut seen, mut owned, mut page) = (HashSet::new(), Vec::new(), String::new());
         for _ in 0..PAGES {
-            let request =
-                proto::ListOwnedRequest { owner: self.connection.owner(), page, ..Default::default() };
             let call = self.call("list of VMs");
-            let answer: proto::ListOwnedResponse = ask!(self.connection, call, list_owned, request)?;
+            let answer: proto::ListOwnedResponse =
+                ask!(self.connection, call, list_owned, ListOwnedRequest { page })?;
             owned.extend(wire::owned_from(&self.connection.who(), answer.vms, &mut seen)?);
             if answer.next_page.is_empty() {
                 return Ok(owned);
@@ -281,7 +239,7 @@ impl Provider for External {
     }
 
     fn extensions(&self) -> Extensions<'_> {
-        let Capabilities { max_batch, volumes, console, .. } = &self.capabilities;
+        let Capabilities { max_batch, volumes, console, .. } = &self.known().capabilities;
         Extensions {
             batch: (*max_batch > 0).then_some(self as &dyn Batch),
             volumes: volumes.then_some(self as &dyn Volumes),
@@ -295,15 +253,7 @@ impl Provider for External {
             cursor: String::new(),
             heard: VecDeque::new(),
         };
-        self.capabilities.events.then(|| stream::unfold(following, Following::next).boxed())
-    }
-}
-
-/// Treats an error for a missing VM or disk as success, because the result is the same.
-fn gone_is_fine(answer: Result<(), Error>) -> Result<(), Error> {
-    match answer {
-        Err(Error::NotFound { .. }) => Ok(()),
-        other => other,
+        self.known().capabilities.events.then(|| stream::unfold(following, Following::next).boxed())
     }
 }
 
@@ -316,7 +266,7 @@ impl Batch for External {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
-        self.capabilities.check(request, self.name())?;
+        self.capabilities().check_batch(request, count, self.name())?;
         let what = format!("create of {count} VMs {}", request.name);
         let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
         let asked = proto::CreateManyRequest {
@@ -334,45 +284,29 @@ impl Batch for External {
 impl Volumes for External {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
         let what = format!("attach of {} to {id}", disk.volume);
-        let request = proto::AttachRequest {
-            owner: self.connection.owner(),
-            id: id.to_string(),
-            disk: MessageField::some(wire::disk_to(disk)),
-            ..Default::default()
-        };
-        let call = self.call(&what);
-        let answer: proto::AttachResponse = ask!(self.connection, call, attach, request)?;
+        let (id, disk) = (id.to_string(), MessageField::some(wire::disk_to(disk)));
+        let answer: proto::AttachResponse =
+            ask!(self.connection, self.call(&what), attach, AttachRequest { id, disk })?;
         wire::identity_from(&self.connection.who(), answer.identity)
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let what = format!("detach of {volume} from {id}");
-        let request = proto::DetachRequest {
-            owner: self.connection.owner(),
-            id: id.to_string(),
-            volume: volume.to_owned(),
-            ..Default::default()
-        };
-        let call = self.call(&what);
-        let answer: Result<proto::DetachResponse, Error> = ask!(self.connection, call, detach, request);
-        gone_is_fine(answer.map(drop))
+        let (id, volume) = (id.to_string(), volume.to_owned());
+        let answer: Result<proto::DetachResponse, Error> =
+            ask!(self.connection, self.call(&what), detach, DetachRequest { id, volume });
+        unless_gone(answer.map(drop))
     }
 
     async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
-        if !self.grows {
+        if !self.known().grows {
             return Ok(());
         }
         let what = format!("growth of {} of {id}", disk.volume);
-        let request = proto::GrownRequest {
-            owner: self.connection.owner(),
-            id: id.to_string(),
-            disk: MessageField::some(wire::disk_to(disk)),
-            bytes,
-            ..Default::default()
-        };
-        let call = self.call(&what);
-        let answer: Result<proto::GrownResponse, Error> = ask!(self.connection, call, grown, request);
-        gone_is_fine(answer.map(drop))
+        let (id, disk) = (id.to_string(), MessageField::some(wire::disk_to(disk)));
+        let answer: Result<proto::GrownResponse, Error> =
+            ask!(self.connection, self.call(&what), grown, GrownRequest { id, disk, bytes });
+        unless_gone(answer.map(drop))
     }
 }
 
@@ -382,14 +316,9 @@ impl Console for External {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
         let what = format!("console of {id}");
         let limit = limit.min(wire::CONSOLE);
-        let request = proto::ConsoleRequest {
-            owner: self.connection.owner(),
-            id: id.to_string(),
-            limit: limit as u32,
-            ..Default::default()
-        };
-        let call = self.call(&what);
-        let answer: proto::ConsoleResponse = ask!(self.connection, call, console, request)?;
+        let (id, most) = (id.to_string(), limit as u32);
+        let answer: proto::ConsoleResponse =
+            ask!(self.connection, self.call(&what), console, ConsoleRequest { id, limit: most })?;
         // Only the end was requested; a provider may send more.
         let from = answer.tail.len().saturating_sub(limit);
         Ok(answer.tail[from..].to_vec())
@@ -411,19 +340,13 @@ impl Following {
                 return Some((event, self));
             }
             let asked = Instant::now();
-            let answer = {
+            let answer: Result<proto::EventsResponse, Error> = {
                 let connection = self.connection.upgrade()?;
-                let request = proto::EventsRequest {
-                    owner: connection.owner(),
-                    cursor: self.cursor.clone(),
-                    wait_ms: HOLD.as_millis() as u32,
-                    ..Default::default()
-                };
-                let call =
-                    Call { what: "events", limit: HOLD + connection.config.call_timeout, secret: None };
-                ask!(connection, call, events, request)
+                let limit = HOLD + connection.config.call_timeout;
+                let call = Call { what: "events", limit, secret: None };
+                let (cursor, wait_ms) = (self.cursor.clone(), HOLD.as_millis() as u32);
+                ask!(connection, call, events, EventsRequest { cursor, wait_ms })
             };
-            let answer: Result<proto::EventsResponse, Error> = answer;
             match answer {
                 Ok(answer) if answer.cursor.len() <= wire::MARK => {
                     self.cursor = answer.cursor;

@@ -6,13 +6,14 @@
 
 mod forward;
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use peerpod_common::files;
 use peerpod_provider_api::Error;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -97,7 +98,8 @@ impl Plugin {
         // A timeout is no error: later output belongs to another process that holds the pipe.
         drop(timeout(LAST_WORDS, all).await);
         let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
-        let words = self.words.get().map(|words| format!("; its last output: {words}")).unwrap_or_default();
+        let words =
+            self.words.lock().as_ref().map(|words| format!("; its last output: {words}")).unwrap_or_default();
         Error::transient(format!("the provider's program {} ended: {how}{words}", self.program))
     }
 
@@ -106,7 +108,6 @@ impl Plugin {
         timeout(LAST_WORDS * 2, self.ended()).await.ok()
     }
 
-    /// Kills the process.
     pub(crate) async fn kill(mut self) {
         if let Err(error) = self.child.start_kill() {
             // The process ended before.
@@ -126,8 +127,7 @@ fn failed(what: &str, socket: &Path, error: &io::Error) -> Error {
 /// Creates the folder of the socket, and locks the socket against every other opener, in this process and in others.
 async fn lock(socket: &Path) -> Result<File, Error> {
     if let Some(folder) = socket.parent() {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(|error| failed("make the folder of", socket, &error))?;
+        files::make_folders(folder).map_err(|error| failed("make the folder of", socket, &error))?;
     }
     let mut path = socket.as_os_str().to_owned();
     path.push(LOCK);
@@ -161,10 +161,7 @@ async fn clear(socket: &Path) -> Result<(), Error> {
         };
         killed.map_err(|error| failed("another program listens on", socket, &error))?;
     }
-    match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", socket, &error)),
-        _ => Ok(()),
-    }
+    files::remove(socket).map_err(|error| failed("remove", socket, &error))
 }
 
 async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {

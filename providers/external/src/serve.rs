@@ -26,12 +26,13 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use peerpod_proto::provider as proto;
 use peerpod_proto::provider_ttrpc::{Provider as Service, create_provider};
-use peerpod_provider_api::{Capabilities, Error, InstanceId, Provider, with_deadline};
+use peerpod_provider_api::{Error, InstanceId, Provider, with_deadline};
 use protobuf::MessageField;
 use tokio::time::{Instant, timeout};
 use ttrpc::r#async::{Server, TtrpcContext};
 use ttrpc::asynchronous::transport::Listener;
 
+use crate::wire::Answer;
 use crate::{Owner, wire};
 use events::EventLog;
 pub use listen::{listen_on_socket, listen_with_tls, socket_we_were_given, until_orphaned};
@@ -43,24 +44,6 @@ const PAGE: usize = 2000;
 /// Most owners with an event log; further owners get no events.
 const OWNERS: usize = 1024;
 
-/// Selects the provider for the calls of an owner: always the same one for the same owner.
-pub trait Providers: Send + Sync + 'static {
-    /// Returns the owner's provider.
-    ///
-    /// # Errors
-    /// For an owner that is not served here, preferably [`Error::Auth`].
-    fn provider(&self, owner: &Owner) -> Result<Arc<dyn Provider>, Error>;
-}
-
-impl<F> Providers for F
-where
-    F: Fn(&Owner) -> Result<Arc<dyn Provider>, Error> + Send + Sync + 'static,
-{
-    fn provider(&self, owner: &Owner) -> Result<Arc<dyn Provider>, Error> {
-        self(owner)
-    }
-}
-
 /// Provider that is being served.
 pub struct Serving {
     // Never locked: the mutex makes this shareable, which the library's server is not.
@@ -68,11 +51,17 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Serves until the value is dropped or stopped. `name` is the provider's name: 1 to 32 of `[a-z0-9-]`.
+    /// Serves until the value is dropped or stopped. `name` is the provider's name: 1 to 32 of `[a-z0-9-]`. `providers`
+    /// returns the provider for the calls of an owner: always the same one for the same owner. An owner that is not
+    /// served here is an error, preferably [`Error::Auth`].
     ///
     /// # Errors
     /// When the library cannot start.
-    pub async fn start(name: &str, listener: Listener, providers: impl Providers) -> Result<Serving, Error> {
+    pub async fn start(
+        name: &str,
+        listener: Listener,
+        providers: impl Fn(&Owner) -> Result<Arc<dyn Provider>, Error> + Send + Sync + 'static,
+    ) -> Result<Serving, Error> {
         let served =
             Served { name: name.to_owned(), providers: Box::new(providers), events: Mutex::default() };
         let mut server =
@@ -91,41 +80,21 @@ impl Serving {
     }
 }
 
+/// Returns the provider of an owner.
+type Providers = dyn Fn(&Owner) -> Result<Arc<dyn Provider>, Error> + Send + Sync;
+
 struct Served {
     name: String,
-    providers: Box<dyn Providers>,
+    providers: Box<Providers>,
     events: Mutex<HashMap<Owner, Arc<EventLog>>>,
 }
 
-/// Answer that can be an error instead.
-trait Refusable: Default {
-    fn refuse(error: &Error) -> Self;
+/// Returns an answer that is this error.
+fn refusal<R: Answer>(error: &Error) -> R {
+    let mut answer = R::default();
+    *answer.error() = MessageField::some(wire::error_to(error));
+    answer
 }
-
-macro_rules! refusable {
-    ($($answer:ident),* $(,)?) => {$(
-        impl Refusable for proto::$answer {
-            fn refuse(error: &Error) -> Self {
-                proto::$answer { error: MessageField::some(wire::error_to(error)), ..Default::default() }
-            }
-        }
-    )*};
-}
-refusable!(
-    HandshakeResponse,
-    PreflightResponse,
-    PlaceResponse,
-    CreateResponse,
-    CreateManyResponse,
-    AddressesResponse,
-    DeleteResponse,
-    ListOwnedResponse,
-    AttachResponse,
-    DetachResponse,
-    GrownResponse,
-    ConsoleResponse,
-    EventsResponse,
-);
 
 impl Served {
     /// Runs `work` with the owner's provider. Its errors become answers. The library drops it at the caller's deadline,
@@ -137,20 +106,20 @@ impl Served {
         work: impl FnOnce(Caller<'s>) -> F,
     ) -> ttrpc::Result<R>
     where
-        R: Refusable,
+        R: Answer,
         F: Future<Output = Result<R, Error>>,
     {
-        let found = wire::owner_from(owner).and_then(|owner| Ok((self.providers.provider(&owner)?, owner)));
+        let found = wire::owner_from(owner).and_then(|owner| Ok(((self.providers)(&owner)?, owner)));
         let (provider, owner) = match found {
             Ok(found) => found,
-            Err(error) => return Ok(R::refuse(&error)),
+            Err(error) => return Ok(refusal(&error)),
         };
         let work = work(Caller { served: self, provider, owner });
         let answer = match u64::try_from(context.timeout_nano) {
             Ok(nanos @ 1..) => with_deadline(Instant::now() + Duration::from_nanos(nanos), work).await,
             _ => work.await,
         };
-        Ok(answer.unwrap_or_else(|error| R::refuse(&error)))
+        Ok(answer.unwrap_or_else(|error| refusal(&error)))
     }
 
     fn log_of(&self, owner: Owner, provider: &dyn Provider) -> Result<Arc<EventLog>, Error> {
@@ -165,10 +134,6 @@ impl Served {
         logs.insert(owner, Arc::clone(&log));
         Ok(log)
     }
-}
-
-fn id(text: String) -> Result<InstanceId, Error> {
-    InstanceId::new(text).map_err(|error| Error::invalid(error.to_string()))
 }
 
 fn hold(wait_ms: u32) -> Duration {
@@ -266,17 +231,14 @@ impl Caller<'_> {
         let mut one = request.request.into_option().unwrap_or_default();
         let key = wire::key_from(std::mem::take(&mut one.key))?;
         let one = wire::request_from(one)?;
-        let Capabilities { max_batch, .. } = self.provider.capabilities();
-        let count = NonZeroU32::new(request.count).filter(|count| count.get() <= max_batch);
-        let count = count.ok_or_else(|| {
-            Error::invalid(format!("create of {} VMs: not from 1 to {max_batch}", request.count))
-        })?;
+        let count = NonZeroU32::new(request.count).ok_or_else(|| Error::invalid("create of 0 VMs"))?;
+        self.provider.capabilities().check_batch(&one, count, &self.served.name)?;
         let batch = self.provider.extensions().batch.ok_or_else(|| without("batch"))?;
         Ok(wire::created_many_to(&batch.create_many(&one, count, &key).await?))
     }
 
     async fn addresses(self, request: proto::AddressesRequest) -> Result<proto::AddressesResponse, Error> {
-        let id = id(request.id)?;
+        let id = InstanceId::new(request.id)?;
         let found = match timeout(hold(request.wait_ms), self.provider.addresses(&id)).await {
             Ok(found) => found?,
             // Not known yet; the client repeats the request.
@@ -289,7 +251,7 @@ impl Caller<'_> {
     }
 
     async fn delete(self, request: proto::DeleteRequest) -> Result<proto::DeleteResponse, Error> {
-        self.provider.delete(&id(request.id)?).await?;
+        self.provider.delete(&InstanceId::new(request.id)?).await?;
         Ok(proto::DeleteResponse::default())
     }
 
@@ -310,7 +272,7 @@ impl Caller<'_> {
     async fn attach(self, request: proto::AttachRequest) -> Result<proto::AttachResponse, Error> {
         let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
         let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
-        let identity = volumes.attach(&id(request.id)?, &disk).await?;
+        let identity = volumes.attach(&InstanceId::new(request.id)?, &disk).await?;
         Ok(proto::AttachResponse {
             identity: MessageField::some(wire::identity_to(&identity)),
             ..Default::default()
@@ -319,21 +281,21 @@ impl Caller<'_> {
 
     async fn detach(self, request: proto::DetachRequest) -> Result<proto::DetachResponse, Error> {
         let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
-        volumes.detach(&id(request.id)?, &request.volume).await?;
+        volumes.detach(&InstanceId::new(request.id)?, &request.volume).await?;
         Ok(proto::DetachResponse::default())
     }
 
     async fn grown(self, request: proto::GrownRequest) -> Result<proto::GrownResponse, Error> {
         let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
         let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
-        volumes.grown(&id(request.id)?, &disk, request.bytes).await?;
+        volumes.grown(&InstanceId::new(request.id)?, &disk, request.bytes).await?;
         Ok(proto::GrownResponse::default())
     }
 
     async fn console(self, request: proto::ConsoleRequest) -> Result<proto::ConsoleResponse, Error> {
         let limit = usize::try_from(request.limit).unwrap_or(usize::MAX).min(wire::CONSOLE);
         let console = self.provider.extensions().console.ok_or_else(|| without("console"))?;
-        let tail = console.tail(&id(request.id)?, limit).await?;
+        let tail = console.tail(&InstanceId::new(request.id)?, limit).await?;
         Ok(proto::ConsoleResponse { tail, ..Default::default() })
     }
 

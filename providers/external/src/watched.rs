@@ -16,7 +16,6 @@ use tokio::sync::watch;
 /// End of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StreamEnd {
-    /// Human-readable cause.
     pub(crate) why: String,
     /// Whether TLS caused the end, so that dialling again cannot help.
     pub(crate) refused: bool,
@@ -48,7 +47,6 @@ pub(crate) fn watched<S>(inner: S) -> (Stream<S>, StreamHandle) {
 }
 
 impl StreamHandle {
-    /// Waits until the stream has ended.
     pub(crate) async fn ended(&mut self) -> StreamEnd {
         match self.ended.wait_for(Option::is_some).await.map(|end| end.clone()) {
             Ok(Some(end)) => end,
@@ -56,7 +54,6 @@ impl StreamHandle {
         }
     }
 
-    /// Returns the end of the stream, if it has ended.
     pub(crate) fn end(&self) -> Option<StreamEnd> {
         self.ended.borrow().clone()
     }

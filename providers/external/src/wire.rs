@@ -5,6 +5,9 @@ mod error;
 mod reply;
 mod request;
 
+use peerpod_proto::provider as proto;
+use protobuf::MessageField;
+
 pub(crate) use error::{error_from, error_to, status_error};
 pub(crate) use reply::{
     addresses_from, capabilities_from, capabilities_to, created_from, created_many_from, created_many_to,
@@ -23,6 +26,25 @@ pub(crate) const WORD: usize = 200;
 pub(crate) const MARK: usize = 1024;
 /// Most bytes of a console in one answer.
 pub(crate) const CONSOLE: usize = 1 << 20;
+
+/// Answer that may be an error instead.
+pub(crate) trait Answer: Default + Send + 'static {
+    fn error(&mut self) -> &mut MessageField<proto::Error>;
+}
+
+macro_rules! answers {
+    ($($answer:ident)*) => {$(
+        impl Answer for proto::$answer {
+            fn error(&mut self) -> &mut MessageField<proto::Error> {
+                &mut self.error
+            }
+        }
+    )*};
+}
+answers! {
+    HandshakeResponse PreflightResponse PlaceResponse CreateResponse CreateManyResponse AddressesResponse DeleteResponse
+    ListOwnedResponse AttachResponse DetachResponse GrownResponse ConsoleResponse EventsResponse
+}
 
 /// Makes foreign text safe for logs and errors: one line, no control characters, at most `most` characters.
 pub(crate) fn clipped(text: &str, most: usize) -> String {

@@ -23,7 +23,7 @@ const LAUNCH_SECURITY: &str = "LIBVIRT_LAUNCH_SECURITY";
 /// Converts the variables of a cloud-api-adaptor for libvirt; ignores all other variables.
 pub fn convert(variables: &Variables) -> Converted {
     let mut converted = Converted::by_table("provider.libvirt", TABLE, variables);
-    if let Some(Value::Text(uri)) = converted.settings.get("uri")
+    if let Some(Value::String(uri)) = converted.settings.get("uri")
         && let Err(why) = Address::parse(uri)
     {
         let why = format!("`{uri}`: {why}");
@@ -31,14 +31,14 @@ pub fn convert(variables: &Variables) -> Converted {
         converted.lose("LIBVIRT_URI", why);
     }
     // In a cloud-api-adaptor, 0 means the default.
-    converted.settings.retain(|key, value| key != "root-disk-gib" || *value != Value::Number(0));
+    converted.settings.retain(|key, value| key != "root-disk-gib" || *value != 0);
     security(variables, &mut converted);
     // Defaults of a cloud-api-adaptor that differ from those of this provider.
     for (key, value) in [
-        ("volume", Value::Text("podvm-base.qcow2".to_owned())),
-        ("memory-mib", Value::Number(8192)),
-        ("root-disk-gib", Value::Number(10)),
-        ("user-data", Value::Text("nocloud".to_owned())),
+        ("volume", Value::from("podvm-base.qcow2")),
+        ("memory-mib", Value::from(8192)),
+        ("root-disk-gib", Value::from(10)),
+        ("user-data", Value::from("nocloud")),
     ] {
         converted.settings.entry(key.to_owned()).or_insert(value);
     }
@@ -76,8 +76,8 @@ mod tests {
             .collect();
         let converted = of(&all);
         assert_eq!(converted.known.len(), all.len() - 1);
-        assert_eq!(converted.settings["memory-mib"], Value::Number(7));
-        assert_eq!(converted.settings["cpuset"], Value::Text("/x".to_owned()));
+        assert_eq!(converted.settings["memory-mib"], 7);
+        assert_eq!(converted.settings["cpuset"], "/x");
         let lost: Vec<&str> = converted.lost.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(lost, ["LIBVIRT_URI", "DISABLECVM", "LIBVIRT_LAUNCH_SECURITY"]);
     }
@@ -87,14 +87,14 @@ mod tests {
         let converted = of(&[("LIBVIRT_URI", "qemu+ssh://root@192.168.122.1/system?no_verify=1")]);
         assert!(converted.lost[0].1.contains("ssh -L"), "{converted:?}");
         assert!(!converted.settings.contains_key("uri"));
-        assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], Value::Number(10));
+        assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], 10);
         assert_eq!(of(&[("LIBVIRT_CPU", "two")]).lost.len(), 1);
     }
 
     #[test]
     fn a_number_with_a_unit_has_the_value_that_caa_read_and_is_reported() {
         let converted = of(&[("LIBVIRT_MEMORY", "8Gi")]);
-        assert_eq!(converted.settings["memory-mib"], Value::Number(8));
+        assert_eq!(converted.settings["memory-mib"], 8);
         assert!(converted.lost.iter().any(|(name, _)| name == "LIBVIRT_MEMORY"), "{converted:?}");
     }
 }

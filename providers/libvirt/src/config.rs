@@ -147,103 +147,115 @@ impl LibvirtConfig {
     /// Reads `provider.libvirt.*`. The reader collects the mistakes. A process that does not create (the cluster's
     /// controller) needs libvirtd and the pool, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> LibvirtConfig {
-        let mut section = reader.section("provider.libvirt");
-        let uri: String = section.get(
-            "uri",
-            "qemu:///system",
-            "libvirtd's URI: qemu:///system, qemu:///session, or qemu+unix:///system?socket=PATH",
-        );
-        let address = Address::parse(&uri).unwrap_or_else(|why| {
-            section.mistake("uri", why);
-            Address { driver: String::new(), sockets: Vec::new() }
-        });
-        let pool =
-            section.get("pool", "default", "storage pool (of files) for images, overlays and consoles");
-        let network: String = section.get("network", "default", "libvirt network of the VMs");
-        let bridge: Option<String> =
-            section.optional("bridge", "bridge of the host to plug VMs into, instead of a libvirt network");
-        let second: Option<String> =
-            section.optional("second-network", "libvirt network of second NICs; default: there are none");
-        let boot = boot(&mut section, creates);
-        let root_disk_gib = section.get(
-            "root-disk-gib",
-            "0",
-            "least size of the root disk in GiB, 0: the image's size; with `kernel`: size of an empty disk \
-             for containers' images, 0: none, images are in memory",
-        );
-        let vcpus: u32 = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
-        let memory_mib: u64 = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");
-        if vcpus == 0 {
-            section.mistake("vcpus", "a VM needs at least one");
-        }
-        if memory_mib < 64 {
-            section.mistake("memory-mib", "less than 64 MiB boots nothing");
-        }
-        let cpuset: Option<String> =
-            section.optional("cpuset", "host CPUs that VMs may run on, like 0-3,8; default: all");
-        if cpuset.as_deref().is_some_and(|text| !is_cpuset(text)) {
-            section.mistake("cpuset", "not a list of CPUs; write it like 0-3,8,10-12");
-        }
-        let acceleration = acceleration(&mut section);
-        let machine = section.constant("machine", "MACHINE", MACHINE.to_owned());
-        let user_data = match section
-            .choice(
-                "user-data",
-                "fw-cfg",
-                &["fw-cfg", "nocloud"],
-                "channel of the guest's user-data: QEMU's fw_cfg, or a disk with the label cidata",
-            )
-            .as_str()
-        {
-            "nocloud" => UserData::NoCloud,
-            _ => UserData::FwCfg,
-        };
-        let confidential = confidential(&mut section);
-        let dirs: Vec<String> = section.get(
-            "volume-dirs",
-            "",
-            "folders of libvirtd's host below which files may be attached as disks",
-        );
-        for dir in dirs.iter().filter(|dir| !dir.starts_with('/') || dir.contains("..")) {
-            section.mistake("volume-dirs", format!("{dir}: not an absolute path"));
-        }
-        let rbd_user: Option<String> = section.optional("rbd-user", "Ceph's user for rbd: disks");
-        let rbd_secret: Option<String> =
-            section.optional("rbd-secret", "UUID of the libvirt secret that holds that user's key");
-        if rbd_user.is_some() != rbd_secret.is_some() {
-            section.mistake("rbd-secret", "rbd-user and rbd-secret go together");
-        }
-        let hotplug_ports = section.constant("hotplug-ports", "HOTPLUG_PORTS", HOTPLUG_PORTS);
-        let call_timeout = section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT);
+        let section = &mut reader.section("provider.libvirt");
         LibvirtConfig {
             creates,
-            address,
-            pool,
-            network: bridge.map_or(Plug::Network(network), Plug::Bridge),
-            second_network: second.map(Plug::Network),
-            boot,
-            root_disk_gib,
-            vcpus,
-            memory_mib,
-            cpuset,
-            acceleration,
-            machine,
-            user_data,
-            confidential,
-            volume_dirs: dirs.into_iter().map(PathBuf::from).collect(),
-            rbd: rbd_user.zip(rbd_secret),
-            hotplug_ports,
-            call_timeout,
+            address: address(section),
+            pool: section.get(
+                "pool",
+                "default",
+                "storage pool (of files) for images, overlays and consoles",
+            ),
+            network: network(section),
+            second_network: section
+                .optional("second-network", "libvirt network of second NICs; default: there are none")
+                .map(Plug::Network),
+            boot: boot(section, creates),
+            root_disk_gib: section.get(
+                "root-disk-gib",
+                "0",
+                "least size of the root disk in GiB, 0: the image's size; with `kernel`: size of an empty disk \
+                 for containers' images, 0: none, images are in memory",
+            ),
+            vcpus: vcpus(section),
+            memory_mib: memory_mib(section),
+            cpuset: cpuset(section),
+            acceleration: acceleration(section),
+            machine: section.constant("machine", "MACHINE", MACHINE.to_owned()),
+            user_data: user_data(section),
+            confidential: confidential(section),
+            volume_dirs: volume_dirs(section),
+            rbd: rbd(section),
+            hotplug_ports: section.constant("hotplug-ports", "HOTPLUG_PORTS", HOTPLUG_PORTS),
+            call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
         }
     }
 }
 
+fn address(section: &mut Section<'_>) -> Address {
+    let help = "libvirtd's URI: qemu:///system, qemu:///session, or qemu+unix:///system?socket=PATH";
+    let uri: String = section.get("uri", "qemu:///system", help);
+    Address::parse(&uri).unwrap_or_else(|why| {
+        section.mistake("uri", why);
+        Address { driver: String::new(), sockets: Vec::new() }
+    })
+}
+
+fn network(section: &mut Section<'_>) -> Plug {
+    let network = section.get("network", "default", "libvirt network of the VMs");
+    let help = "bridge of the host to plug VMs into, instead of a libvirt network";
+    section.optional("bridge", help).map_or(Plug::Network(network), Plug::Bridge)
+}
+
+fn vcpus(section: &mut Section<'_>) -> u32 {
+    let vcpus = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
+    if vcpus == 0 {
+        section.mistake("vcpus", "a VM needs at least one");
+    }
+    vcpus
+}
+
+fn memory_mib(section: &mut Section<'_>) -> u64 {
+    let memory_mib = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");
+    if memory_mib < 64 {
+        section.mistake("memory-mib", "less than 64 MiB boots nothing");
+    }
+    memory_mib
+}
+
+fn cpuset(section: &mut Section<'_>) -> Option<String> {
+    let cpuset: Option<String> =
+        section.optional("cpuset", "host CPUs that VMs may run on, like 0-3,8; default: all");
+    if cpuset.as_deref().is_some_and(|text| !is_cpuset(text)) {
+        section.mistake("cpuset", "not a list of CPUs; write it like 0-3,8,10-12");
+    }
+    cpuset
+}
+
+fn user_data(section: &mut Section<'_>) -> UserData {
+    let help = "channel of the guest's user-data: QEMU's fw_cfg, or a disk with the label cidata";
+    match section.choice("user-data", "fw-cfg", &["fw-cfg", "nocloud"], help).as_str() {
+        "nocloud" => UserData::NoCloud,
+        _ => UserData::FwCfg,
+    }
+}
+
+fn volume_dirs(section: &mut Section<'_>) -> Vec<PathBuf> {
+    let help = "folders of libvirtd's host below which files may be attached as disks";
+    let dirs: Vec<String> = section.get("volume-dirs", "", help);
+    for dir in dirs.iter().filter(|dir| !dir.starts_with('/') || dir.contains("..")) {
+        section.mistake("volume-dirs", format!("{dir}: not an absolute path"));
+    }
+    dirs.into_iter().map(PathBuf::from).collect()
+}
+
+fn rbd(section: &mut Section<'_>) -> Option<(String, String)> {
+    let user: Option<String> = section.optional("rbd-user", "Ceph's user for rbd: disks");
+    let secret: Option<String> =
+        section.optional("rbd-secret", "UUID of the libvirt secret that holds that user's key");
+    if user.is_some() != secret.is_some() {
+        section.mistake("rbd-secret", "rbd-user and rbd-secret go together");
+    }
+    user.zip(secret)
+}
+
 fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
-    let kernel = file(section, "kernel", "kernel file on the node that QEMU boots directly; uploaded once");
-    let initrd = file(section, "initrd", "initial RAM disk of that kernel");
+    let help = "kernel file on the node that QEMU boots directly; uploaded once";
+    let kernel = file(section, "kernel", "kernel-sha256", help);
+    let initrd = file(section, "initrd", "initrd-sha256", "initial RAM disk of that kernel");
     let cmdline = section.get("cmdline", KERNEL_CMDLINE, "command line of that kernel");
-    let image =
-        file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
+    let help = "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once";
+    let image = file(section, "image", "image-sha256", help);
     let volume: Option<String> =
         section.optional("volume", "disk image that is in the pool, by its volume's name");
     let help =
@@ -276,13 +288,13 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
     }
 }
 
-fn file(section: &mut Section<'_>, key: &'static str, help: &'static str) -> Option<File> {
+fn file(
+    section: &mut Section<'_>,
+    key: &'static str,
+    digest_key: &'static str,
+    help: &'static str,
+) -> Option<File> {
     let path: Option<PathBuf> = section.optional(key, help);
-    let digest_key = match key {
-        "kernel" => "kernel-sha256",
-        "initrd" => "initrd-sha256",
-        _ => "image-sha256",
-    };
     let sha256: Option<String> =
         section.optional(digest_key, "SHA-256 that this file must have, as hex; default: any");
     if sha256.as_ref().is_some_and(|hex| hex.len() != 64 || !hex.bytes().all(|b| b.is_ascii_hexdigit())) {

@@ -5,17 +5,16 @@
 
 use peerpod_provider_api::{
     Capabilities, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
-    InstanceId,
+    InstanceId, Retry,
 };
 
 use crate::config::{Boot, Firmware, Image, LibvirtConfig, UserData};
 use crate::disks::{self, DiskSource};
 use crate::marks::{Marks, PREFIX, URI, VmNames, uuid_text};
-use crate::refusal::refuse;
-use crate::rpc::calls::{Domain, Named};
+use crate::rpc::calls::{Domain, Named, Volume};
 use crate::rpc::{Connection, RpcError};
 use crate::store::{Use, is_there};
-use crate::xml::{self, Disk, Machine, Start};
+use crate::xml::{self, Disk, Machine, Start, child};
 use crate::{Shared, seed};
 
 /// Suffixes of a VM's files, after the domain's name.
@@ -34,9 +33,8 @@ const SEED_SERIAL: &str = "peerpod-seed";
 /// Facts that the definition of a domain needs.
 struct Plan {
     pool: Named,
-    /// Folder of the pool.
     folder: String,
-    kernel: Option<(String, Option<String>, String)>,
+    start: Start,
     /// Path, format, and size in bytes of the disk image.
     base: Option<(String, &'static str, u64)>,
     disks: Vec<Disk>,
@@ -49,32 +47,30 @@ impl Shared {
         key: &IdempotencyKey,
     ) -> Result<Created, Error> {
         let identity = self.owner.identity(key);
-        let attempt = format!("create of {} ({})", request.name, identity.name);
-        let fail = |error: RpcError| refuse(&attempt, error);
+        let created = self.create_as(&identity, request, key).await;
+        created.map_err(|error| error.during(format_args!("create of {} ({})", request.name, identity.name)))
+    }
+
+    async fn create_as(
+        &self,
+        identity: &VmNames,
+        request: &CreateRequest,
+        key: &IdempotencyKey,
+    ) -> Result<Created, Error> {
         let _turn = self.turns.lock(&identity.uuid).await;
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let creation = Creation {
-            shared: self,
-            libvirt: &libvirt,
-            identity: &identity,
-            request,
-            key,
-            attempt: &attempt,
-        };
-        let known = libvirt.domain(&identity.uuid).await.map_err(fail)?;
-        if let Some(domain) = &known {
-            creation.is_same(domain).await?;
-            let (marks, state) =
-                tokio::try_join!(self.marks(&libvirt, domain), libvirt.state(domain)).map_err(fail)?;
-            let begun = marks.is_some_and(|marks| marks.started);
-            if state.is_on() || begun || !(state.is_fresh() || state.reason == 6) {
-                self.running(domain);
-                return Ok(made(domain, request));
+        let libvirt = self.link.get().await?;
+        let creation = Creation { shared: self, libvirt: &libvirt, identity, request, key };
+        if let Some(domain) = libvirt.domain(&identity.uuid).await? {
+            let marks = creation.marks_of(&domain).await?;
+            let state = libvirt.state(&domain).await?;
+            if state.is_on() || marks.started || !state.never_ran() {
+                self.running(&domain);
+                return Ok(made(&domain, request));
             }
         }
         let made = creation.make().await;
         if let Err(error) = &made
-            && error.retry() == peerpod_provider_api::Retry::Never
+            && error.retry() == Retry::Never
         {
             // The request can never succeed, so all its parts are removed. Parts that cannot be removed now stay
             // listed.
@@ -98,99 +94,91 @@ impl Shared {
     }
 
     /// Describes a disk of the pod for libvirt; the caller still chooses its target.
-    pub(crate) async fn disk(
-        &self,
-        libvirt: &Connection,
-        request: &DiskRequest,
-        attempt: &str,
-    ) -> Result<Disk, Error> {
+    pub(crate) async fn disk(&self, libvirt: &Connection, request: &DiskRequest) -> Result<Disk, Error> {
         let DiskRequest { volume, read_only, zone: _ } = request;
-        let source = disks::parse(volume, &self.config);
-        let source = source.map_err(|why| Error::invalid(format!("{attempt}: disk {volume}: {why}")))?;
+        let about = |error: Error| error.during(format_args!("disk {volume}"));
+        let source = disks::parse(volume, &self.config).map_err(|why| about(Error::invalid(why)))?;
         let mut format = "raw";
         if let DiskSource::Volume { pool, name } = &source {
-            let fail = |error: RpcError| refuse(&format!("{attempt}: disk {volume}"), error);
-            let pool = libvirt.pool(pool).await.map_err(fail)?;
-            let found = libvirt.find_volume(&pool, name).await.map_err(fail)?;
-            let found = found.ok_or_else(|| {
-                Error::not_found(format!(
-                    "{attempt}: there is no disk {name} in pool {}; was it deleted?",
-                    pool.name
-                ))
-            })?;
-            let read = format_of(&libvirt.volume_xml(&found).await.map_err(fail)?);
-            format = read.ok_or_else(|| {
-                Error::invalid(format!("{attempt}: disk {volume} is neither qcow2 nor raw"))
-            })?;
+            let found = async {
+                let pool = libvirt.pool(pool).await?;
+                find(libvirt, &pool, name).await?.ok_or_else(|| {
+                    Error::not_found(format!(
+                        "there is no disk {name} in pool {}; was it deleted?",
+                        pool.name
+                    ))
+                })
+            };
+            (_, format) = found.await.map_err(about)?;
         }
-        Ok(Disk {
-            source,
-            format,
-            serial: disks::serial(volume),
-            target: String::new(),
-            read_only: *read_only,
-        })
+        let serial = disks::serial(volume);
+        Ok(Disk { source, format, serial, target: String::new(), read_only: *read_only })
+    }
+}
+
+/// Returns the volume with this name, and its format; `None`: there is none.
+async fn find(
+    libvirt: &Connection,
+    pool: &Named,
+    name: &str,
+) -> Result<Option<(Volume, &'static str)>, Error> {
+    let Some(volume) = libvirt.find_volume(pool, name).await? else { return Ok(None) };
+    match format_of(&libvirt.volume_xml(&volume).await?) {
+        Some(format) => Ok(Some((volume, format))),
+        None => Err(Error::invalid(format!("volume {name} of pool {} is neither qcow2 nor raw", pool.name))),
     }
 }
 
 /// One create, with all that its steps need.
+#[derive(Clone, Copy)]
 struct Creation<'a> {
     shared: &'a Shared,
     libvirt: &'a Connection,
     identity: &'a VmNames,
     request: &'a CreateRequest,
     key: &'a IdempotencyKey,
-    /// Names the create in errors.
-    attempt: &'a str,
 }
 
 impl Creation<'_> {
-    fn fail(&self, error: RpcError) -> Error {
-        refuse(self.attempt, error)
-    }
-
     fn config(&self) -> &LibvirtConfig {
         &self.shared.config
     }
 
-    /// Refuses a key that came with another request before, and a foreign domain with the VM's UUID.
-    async fn is_same(&self, domain: &Domain) -> Result<(), Error> {
-        let Creation { shared, libvirt, request, key, attempt, .. } = self;
-        let marks = shared.marks(libvirt, domain).await.map_err(|error| self.fail(error))?;
-        match marks.filter(|marks| shared.owner.owns(marks)) {
-            Some(marks) if marks.key == **key && marks.digest == request.digest() => Ok(()),
-            Some(_) => Err(Error::key_reused(format!("{attempt}: its key came with another request before"))),
+    /// Returns the marks of an existing domain. Refuses a key that came with another request before, and a foreign domain
+    /// with the VM's UUID.
+    async fn marks_of(self, domain: &Domain) -> Result<Marks, Error> {
+        let Creation { shared, libvirt, request, key, .. } = self;
+        match shared.marks(libvirt, domain).await?.filter(|marks| shared.owner.owns(marks)) {
+            Some(marks) if marks.key == *key && marks.digest == request.digest() => Ok(marks),
+            Some(_) => Err(Error::key_reused("its key came with another request before")),
             None => Err(Error::invalid(format!(
-                "{attempt}: domain {} has its UUID and is not ours; find the program that made it",
+                "domain {} has its UUID and is not ours; find the program that made it",
                 domain.name
             ))),
         }
     }
 
-    async fn make(&self) -> Result<Created, Error> {
-        let Creation { shared, libvirt, identity, request, key, attempt } = *self;
-        let fail = |error| self.fail(error);
+    async fn make(self) -> Result<Created, Error> {
+        let Creation { shared, libvirt, identity, request, key } = self;
         self.fits().await?;
         let kind = shared.kind(libvirt).await?;
         let confidential = request.confidential.or(self.config().confidential);
         if let Some(wanted) = confidential {
             self.can_be_confidential(wanted, kind).await?;
         }
-        let plan = self.plan().await?;
+        let plan = self.plan(kind).await?;
         let mut marks = Marks::new(&shared.owner, request, key);
-        let xml = self.xml(&plan, &marks, kind, confidential);
-        let domain = libvirt.define(&xml).await.map_err(fail)?;
+        let domain = libvirt.define(&self.xml(&plan, &marks, kind, confidential)).await?;
         let (files, ()) = tokio::join!(self.files(&plan), shared.reserve(libvirt, identity));
         files?;
         shared.starting(&domain);
         let domain = match libvirt.start_domain(&domain).await {
             Ok(domain) => domain,
             Err(error) => {
-                let now = libvirt.state(&domain).await.map_err(fail)?;
-                // Another process has started it.
-                if !now.is_on() {
+                // Another process may have started it.
+                if !libvirt.state(&domain).await?.is_on() {
                     let (_, memory) = shared.size(request);
-                    return Err(refuse(&format!("{attempt}: start it with {memory} MiB"), error));
+                    return Err(Error::from(error).during(format_args!("start it with {memory} MiB")));
                 }
                 domain
             }
@@ -205,28 +193,23 @@ impl Creation<'_> {
     }
 
     /// Refuses at once a VM that is larger than this host.
-    async fn fits(&self) -> Result<(), Error> {
-        let attempt = self.attempt;
-        let host = self.libvirt.node().await.map_err(|error| self.fail(error))?;
+    async fn fits(self) -> Result<(), Error> {
         let (vcpus, memory) = self.shared.size(self.request);
-        let have = host.memory_kib >> 10;
+        let have = self.libvirt.node().await?.memory_kib >> 10;
         if memory > have && self.shared.is_real() {
-            let text = format!(
-                "{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM"
-            );
+            let text = format!("it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM");
             return Err(Error::capacity(format!("{memory} MiB of memory"), text));
         }
         if vcpus > 255 {
-            return Err(Error::invalid(format!("{attempt}: {vcpus} CPUs are more than a VM can have (255)")));
+            return Err(Error::invalid(format!("{vcpus} CPUs are more than a VM can have (255)")));
         }
         Ok(())
     }
 
     /// Checks that the host supports the technology. libvirt's list must be trusted here, because a VM that is not
     /// confidential would start as well.
-    async fn can_be_confidential(&self, wanted: Confidential, kind: &str) -> Result<(), Error> {
-        let capabilities = self.libvirt.domain_capabilities(&self.config().machine, kind).await;
-        let capabilities = capabilities.map_err(|error| self.fail(error))?;
+    async fn can_be_confidential(self, wanted: Confidential, kind: &str) -> Result<(), Error> {
+        let capabilities = self.libvirt.domain_capabilities(&self.config().machine, kind).await?;
         if kind == "kvm" && offers(&capabilities, wanted) {
             return Ok(());
         }
@@ -237,71 +220,63 @@ impl Creation<'_> {
             }
             _ => "there is no KVM, and emulation keeps nothing from the host",
         };
-        let text =
-            format!("{}: a confidential VM by {wanted} cannot be had from this host: {why}", self.attempt);
+        let text = format!("a confidential VM by {wanted} cannot be had from this host: {why}");
         Err(Error::unsupported("confidential", text))
     }
 
-    async fn plan(&self) -> Result<Plan, Error> {
-        let Creation { shared, libvirt, request, attempt, .. } = *self;
-        let fail = |error| self.fail(error);
-        let pool = libvirt.pool(&self.config().pool).await.map_err(fail)?;
-        let folder = folder_of(&libvirt.pool_xml(&pool).await.map_err(fail)?);
-        let folder = folder.ok_or_else(|| {
-            let name = &self.config().pool;
-            Error::invalid(format!(
-                "{attempt}: pool {name} holds no files; set provider.libvirt.pool to a dir pool"
-            ))
+    async fn plan(self, kind: &str) -> Result<Plan, Error> {
+        let Creation { shared, libvirt, request, .. } = self;
+        let name = &self.config().pool;
+        let pool = libvirt.pool(name).await?;
+        let folder = folder_of(&libvirt.pool_xml(&pool).await?).ok_or_else(|| {
+            Error::invalid(format!("pool {name} holds no files; set provider.libvirt.pool to a dir pool"))
         })?;
-        let (mut kernel, mut base) = (None, None);
+        let (mut start, mut base) = (Start::Nothing, None);
         let images = &shared.images;
         match (&self.config().boot, &request.image) {
             (_, Some(volume)) | (Boot::Disk { image: Image::Volume(volume), .. }, None) => {
                 base = Some(self.volume_base(&pool, volume).await?);
             }
-            (Boot::Kernel { kernel: file, initrd, cmdline }, None) if shared.is_real() => {
-                let (path, _) = images.place(libvirt, &pool, file, Use::Kernel).await?;
+            (Boot::Kernel { kernel, initrd, cmdline }, None) if shared.is_real() => {
+                let (kernel, _) = images.place(libvirt, &pool, kernel, Use::Kernel).await?;
                 let initrd = match initrd {
                     Some(file) => Some(images.place(libvirt, &pool, file, Use::Initrd).await?.0),
                     None => None,
                 };
-                kernel = Some((path, initrd, cmdline.clone()));
+                start = Start::Kernel { kernel, initrd, cmdline: self.cmdline(cmdline, kind) };
             }
             (Boot::Disk { image: Image::File(file), .. }, None) if shared.is_real() => {
                 let (path, known) = images.place(libvirt, &pool, file, Use::Disk).await?;
                 base = Some((path, known.format, known.disk_bytes));
             }
             (Boot::Nothing, None) => {
-                return Err(Error::invalid(format!(
-                    "{attempt}: no image is configured; set provider.libvirt.kernel or image"
-                )));
+                return Err(Error::invalid("no image is configured; set provider.libvirt.kernel or image"));
             }
             _ => {}
         }
+        if base.is_some() {
+            start = Start::Disk(match &self.config().boot {
+                Boot::Disk { firmware, .. } => firmware.clone(),
+                _ => Firmware::Efi,
+            });
+        }
         let disks = self.disks(&folder, base.is_some()).await?;
-        Ok(Plan { pool, folder, kernel, base, disks })
+        Ok(Plan { pool, folder, start, base, disks })
     }
 
-    async fn volume_base(&self, pool: &Named, name: &str) -> Result<(String, &'static str, u64), Error> {
-        let Creation { libvirt, attempt, .. } = *self;
-        let fail = |error| self.fail(error);
-        let volume = libvirt.find_volume(pool, name).await.map_err(fail)?;
-        let volume = volume.ok_or_else(|| {
+    async fn volume_base(self, pool: &Named, name: &str) -> Result<(String, &'static str, u64), Error> {
+        let (volume, format) = find(self.libvirt, pool, name).await?.ok_or_else(|| {
             Error::invalid(format!(
-                "{attempt}: there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
+                "there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
                 pool.name
             ))
         })?;
-        let format = format_of(&libvirt.volume_xml(&volume).await.map_err(fail)?);
-        let format = format.ok_or_else(|| {
-            Error::invalid(format!("{attempt}: volume {name} of pool {} is neither qcow2 nor raw", pool.name))
-        })?;
-        let bytes = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
-        Ok((libvirt.volume_path(&volume).await.map_err(fail)?, format, bytes))
+        let (bytes, _) = self.libvirt.volume_sizes(&volume).await?;
+        Ok((self.libvirt.volume_path(&volume).await?, format, bytes))
     }
 
-    async fn disks(&self, folder: &str, boots: bool) -> Result<Vec<Disk>, Error> {
-        let Creation { shared, libvirt, identity, request, attempt, .. } = *self;
+    async fn disks(self, folder: &str, boots: bool) -> Result<Vec<Disk>, Error> {
+        let Creation { shared, libvirt, identity, request, .. } = self;
         let file = |name: &str| DiskSource::File(format!("{folder}/{}{name}", identity.name));
         let own = |source, format, serial: &str, read_only| Disk {
             source,
@@ -319,59 +294,39 @@ impl Creation<'_> {
             disks.push(own(file(SEED), "raw", SEED_SERIAL, true));
         }
         for disk in &request.disks {
-            disks.push(shared.disk(libvirt, disk, attempt).await?);
+            disks.push(shared.disk(libvirt, disk).await?);
         }
         for (disk, letter) in disks.iter_mut().zip('a'..='z') {
             disk.target = format!("vd{letter}");
         }
-        match disks.iter().any(|disk| disk.target.is_empty()) {
-            true => {
-                Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len())))
-            }
-            false => Ok(disks),
+        if disks.iter().any(|disk| disk.target.is_empty()) {
+            return Err(Error::invalid(format!("{} disks are more than a VM can have", disks.len())));
         }
+        Ok(disks)
     }
 
-    fn xml(&self, plan: &Plan, marks: &Marks, kind: &str, confidential: Option<Confidential>) -> String {
-        let Creation { identity, request, .. } = *self;
+    fn xml(self, plan: &Plan, marks: &Marks, kind: &str, confidential: Option<Confidential>) -> String {
+        let Creation { identity, request, shared: Shared { config, .. }, .. } = self;
         let (vcpus, memory_mib) = self.shared.size(request);
-        let mut nics = vec![(identity.mac(0), self.config().network.clone())];
+        let mut nics = vec![(identity.mac(0), &config.network)];
         if request.second_nic
-            && let Some(second) = &self.config().second_network
+            && let Some(second) = &config.second_network
         {
-            nics.push((identity.mac(1), second.clone()));
+            nics.push((identity.mac(1), second));
         }
-        let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| self.cmdline(cmdline, kind));
-        let firmware = match &self.config().boot {
-            Boot::Disk { firmware, .. } => firmware,
-            _ => &Firmware::Efi,
-        };
-        let start = match (&plan.kernel, &plan.base) {
-            (Some((kernel, initrd, _)), _) => Start::Kernel {
-                kernel,
-                initrd: initrd.as_deref(),
-                cmdline: cmdline.as_deref().unwrap_or_default(),
-            },
-            (None, Some(_)) => Start::Disk { firmware },
-            (None, None) => Start::Nothing,
-        };
         let path = |name: &str| format!("{}/{}{name}", plan.folder, identity.name);
-        let fw_cfg = (self.config().user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA));
         let machine = Machine {
-            name: &identity.name,
-            uuid: &uuid_text(&identity.uuid),
+            identity,
             marks,
             kind,
-            machine: &self.config().machine,
+            config,
             vcpus,
             memory_mib,
-            cpuset: self.config().cpuset.as_deref(),
-            start,
-            fw_cfg: fw_cfg.as_deref(),
-            console: &path(CONSOLE),
+            start: &plan.start,
+            fw_cfg: (config.user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA)),
+            console: path(CONSOLE),
             disks: &plan.disks,
-            nics: &nics,
-            hotplug_ports: self.config().hotplug_ports,
+            nics,
             confidential,
         };
         machine.xml()
@@ -390,26 +345,23 @@ impl Creation<'_> {
     }
 
     /// Makes the VM's own files. A file of an interrupted attempt is made anew.
-    async fn files(&self, plan: &Plan) -> Result<(), Error> {
-        let Creation { identity, request, attempt, .. } = *self;
+    async fn files(self, plan: &Plan) -> Result<(), Error> {
+        let Creation { identity, request, .. } = self;
         let least = self.config().root_disk_gib << 30;
-        if let Some((path, format, bytes)) = &plan.base {
-            let base = Some((path.as_str(), *format));
-            self.file(&plan.pool, ROOT, "qcow2", least.max(*bytes), base, &[]).await?;
-        } else if least > 0 {
-            self.file(&plan.pool, ROOT, "qcow2", least, None, &[]).await?;
+        let base = plan.base.as_ref();
+        let size = base.map_or(least, |(_, _, bytes)| least.max(*bytes));
+        if base.is_some() || least > 0 {
+            let base = base.map(|(path, format, _)| (path.as_str(), *format));
+            self.file(&plan.pool, ROOT, "qcow2", size, base, &[]).await?;
         }
         let data = request.user_data.as_bytes();
         let (suffix, bytes) = match self.config().user_data {
             UserData::FwCfg => (USER_DATA, data.to_vec()),
             UserData::NoCloud => {
-                let meta = format!(
-                    "instance-id: {}\nlocal-hostname: {}\n",
-                    uuid_text(&identity.uuid),
-                    identity.name
-                );
+                let (id, name) = (uuid_text(&identity.uuid), &identity.name);
+                let meta = format!("instance-id: {id}\nlocal-hostname: {name}\n");
                 let image = seed::image(data, meta.as_bytes());
-                (SEED, image.map_err(|why| Error::invalid(format!("{attempt}: make the seed disk: {why}")))?)
+                (SEED, image.map_err(|why| Error::invalid(format!("make the seed disk: {why}")))?)
             }
         };
         self.file(&plan.pool, suffix, "raw", bytes.len() as u64, None, &bytes).await?;
@@ -418,7 +370,7 @@ impl Creation<'_> {
 
     /// Makes a file of this format and size, over a base image, and with these first bytes.
     async fn file(
-        &self,
+        self,
         pool: &Named,
         suffix: &str,
         format: &str,
@@ -426,26 +378,27 @@ impl Creation<'_> {
         base: Option<(&str, &str)>,
         bytes: &[u8],
     ) -> Result<(), Error> {
-        let libvirt = self.libvirt;
+        let Creation { shared, libvirt, .. } = self;
         let name = format!("{}{suffix}", self.identity.name);
-        let attempt = format!("{}: make {name} in pool {}", self.attempt, pool.name);
-        let fail = |error: RpcError| refuse(&attempt, error);
-        let xml = xml::volume(&name, format, size, base);
-        let volume = match libvirt.create_volume(pool, &xml).await {
-            Ok(volume) => volume,
-            // File of an interrupted attempt. The VM has not run, so its content is worthless.
-            Err(error) if is_there(&error) => {
-                if let Some(old) = libvirt.find_volume(pool, &name).await.map_err(fail)? {
-                    libvirt.delete_volume(&old).await.map_err(fail)?;
+        let make = async {
+            let xml = xml::volume(&name, format, size, base);
+            let volume = match libvirt.create_volume(pool, &xml).await {
+                // File of an interrupted attempt. The VM has not run, so its content is worthless.
+                Err(error) if is_there(&error) => {
+                    if let Some(old) = libvirt.find_volume(pool, &name).await? {
+                        libvirt.delete_volume(&old).await?;
+                    }
+                    libvirt.create_volume(pool, &xml).await?
                 }
-                libvirt.create_volume(pool, &xml).await.map_err(fail)?
+                made => made?,
+            };
+            if !bytes.is_empty() && shared.is_real() {
+                libvirt.upload(&volume, bytes.len() as u64, bytes).await?;
             }
-            Err(error) => return Err(fail(error)),
+            Ok(())
         };
-        if bytes.is_empty() || !self.shared.is_real() {
-            return Ok(());
-        }
-        libvirt.upload(&volume, bytes.len() as u64, bytes).await.map_err(fail)
+        let made: Result<(), RpcError> = make.await;
+        made.map_err(|error| Error::from(error).during(format_args!("make {name} in pool {}", pool.name)))
     }
 }
 
@@ -460,7 +413,6 @@ fn made(domain: &Domain, request: &CreateRequest) -> Created {
     }
 }
 
-/// Returns the capabilities of the provider.
 pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_mib: u64) -> Capabilities {
     Capabilities {
         images: true,
@@ -479,7 +431,6 @@ pub(crate) fn id_of(domain: &Domain) -> InstanceId {
     InstanceId::new(uuid_text(&domain.uuid)).expect("a UUID is printable")
 }
 
-/// See [`crate::read_anything`].
 pub(crate) fn read_anything(text: &str) {
     drop(folder_of(text));
     format_of(text);
@@ -504,8 +455,8 @@ fn folder_of(xml: &str) -> Option<String> {
 /// Returns a volume's format, if QEMU may use it without probing.
 fn format_of(xml: &str) -> Option<&'static str> {
     let document = roxmltree::Document::parse(xml).ok()?;
-    let target = document.root_element().children().find(|node| node.has_tag_name("target"))?;
-    match target.children().find(|node| node.has_tag_name("format")).and_then(|node| node.attribute("type")) {
+    let target = child(document.root_element(), "target")?;
+    match child(target, "format").and_then(|node| node.attribute("type")) {
         Some("qcow2") => Some("qcow2"),
         // Format of a block device, or of a file without another format.
         Some("raw") | None => Some("raw"),
@@ -516,9 +467,7 @@ fn format_of(xml: &str) -> Option<&'static str> {
 /// Returns whether domain capabilities offer a technology.
 fn offers(xml: &str, wanted: Confidential) -> bool {
     let Ok(document) = roxmltree::Document::parse(xml) else { return false };
-    let Some(features) = document.root_element().children().find(|node| node.has_tag_name("features")) else {
-        return false;
-    };
+    let Some(features) = child(document.root_element(), "features") else { return false };
     let supported = |name: &str| {
         features.children().any(|node| node.has_tag_name(name) && node.attribute("supported") == Some("yes"))
     };

@@ -17,7 +17,7 @@ use crate::kind::is_trial;
 use crate::marks::uuid_text;
 use crate::rpc::calls::Domain;
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, DomainEvent, RpcError};
+use crate::rpc::{Connection, DomainEvent, RpcError, unless_absent};
 
 /// `VIR_DOMAIN_EVENT_STARTED`.
 const STARTED: i32 = 2;
@@ -59,14 +59,12 @@ async fn listen(shared: Weak<Shared>) {
             Ok(libvirt) => hear(&shared, &libvirt).await,
             Err(error) => Err(error),
         };
-        if let Err(error) = outcome {
-            if !said {
-                tracing::warn!("libvirtd sends no events: {error}; VMs that end are seen when it is back");
-            }
-            said = true;
-        } else {
-            said = false;
+        if let Err(error) = &outcome
+            && !said
+        {
+            tracing::warn!("libvirtd sends no events: {error}; VMs that end are seen when it is back");
         }
+        said = outcome.is_err();
         sleep(AGAIN).await;
     }
 }
@@ -117,10 +115,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
     let domains: Vec<Domain> =
         libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
     for domain in &domains {
-        let state = match libvirt.state(domain).await {
-            Err(error) if error.is_absent() => continue,
-            other => other?,
-        };
+        let Some(state) = unless_absent(libvirt.state(domain).await)? else { continue };
         if state.is_on() && !is_trial(domain) {
             shared.running(domain);
         } else if before.contains(&domain.uuid) {

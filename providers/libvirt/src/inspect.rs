@@ -11,9 +11,9 @@ use crate::Shared;
 use crate::config::{Boot, Image, Plug};
 use crate::create::{CONSOLE, id_of};
 use crate::marks::{Marks, URI, uuid_of};
-use crate::refusal::refuse;
+use crate::reserve::Dhcp;
 use crate::rpc::calls::{AddressSource, Domain, NicAddress};
-use crate::rpc::{Connection, RpcError};
+use crate::rpc::{Connection, RpcError, unless_absent};
 use crate::store::Use;
 
 /// Pauses between two lookups of an address grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, as a share of the time waited
@@ -36,26 +36,21 @@ impl Shared {
         Ok(libvirt.metadata(domain, URI).await?.as_deref().and_then(Marks::read))
     }
 
-    pub(crate) async fn list(&self) -> Result<Vec<Owned>, Error> {
-        let fail = |error: RpcError| refuse("list the VMs", error);
-        let libvirt = self.link.get().await.map_err(fail)?;
+    pub(crate) async fn list(&self) -> Result<Vec<Owned>, RpcError> {
+        let libvirt = self.link.get().await?;
         let prefix = self.owner.prefix();
-        let domains = libvirt.domains().await.map_err(fail)?;
+        let domains = libvirt.domains().await?;
         let ours = domains.iter().filter(|domain| domain.name.starts_with(&prefix));
         let looks = ours.map(|domain| self.inspect(&libvirt, domain));
-        Ok(try_join_all(looks).await.map_err(fail)?.into_iter().flatten().collect())
+        Ok(try_join_all(looks).await?.into_iter().flatten().collect())
     }
 
+    /// Returns a VM's entry in the list; `None` if it is gone since, or has another owner.
     async fn inspect(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
         let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
-        let (marks, state) = match seen {
-            Ok(seen) => seen,
-            // The domain is gone since it was listed.
-            Err(error) if error.is_absent() => return Ok(None),
-            Err(error) => return Err(error),
-        };
+        let Some((marks, state)) = unless_absent(seen)? else { return Ok(None) };
         let Some(marks) = marks.filter(|marks| self.owner.owns(marks)) else { return Ok(None) };
-        let state = match (state.is_on(), marks.started || !(state.is_fresh() || state.reason == 6)) {
+        let state = match (state.is_on(), marks.started || !state.never_ran()) {
             (true, _) => OwnedState::Running,
             (false, true) => OwnedState::Ended,
             (false, false) => OwnedState::Pending,
@@ -72,35 +67,26 @@ impl Shared {
     }
 
     /// Returns an existing VM of this owner.
-    pub(crate) async fn find(
-        &self,
-        libvirt: &Connection,
-        id: &InstanceId,
-        attempt: &str,
-    ) -> Result<Domain, Error> {
-        let absent = || Error::not_found(format!("{attempt}: there is no such VM"));
+    pub(crate) async fn find(&self, libvirt: &Connection, id: &InstanceId) -> Result<Domain, Error> {
+        let absent = || Error::not_found("there is no such VM");
         let uuid = uuid_of(id).ok_or_else(absent)?;
-        let fail = |error: RpcError| refuse(attempt, error);
-        let domain = libvirt.domain(&uuid).await.map_err(fail)?.ok_or_else(absent)?;
-        let marks = self.marks(libvirt, &domain).await.map_err(fail)?;
+        let domain = libvirt.domain(&uuid).await?.ok_or_else(absent)?;
+        let marks = self.marks(libvirt, &domain).await?;
         if marks.is_some_and(|marks| self.owner.owns(&marks)) { Ok(domain) } else { Err(absent()) }
     }
 
     pub(crate) async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        let attempt = format!("addresses of VM {id}");
-        let fail = |error: RpcError| refuse(&attempt, error);
         let (since, mut enough) = (Instant::now(), None);
         loop {
-            let libvirt = self.link.get().await.map_err(fail)?;
-            let domain = self.find(&libvirt, id, &attempt).await?;
-            let (state, marks) =
-                tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain)).map_err(fail)?;
+            let libvirt = self.link.get().await?;
+            let domain = self.find(&libvirt, id).await?;
+            let (state, marks) = tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain))?;
             let begun = marks.is_some_and(|marks| marks.started);
             if state.is_off() && (begun || !state.is_fresh()) {
-                return Err(Error::not_found(format!("{attempt}: it has ended: {}", state.describe())));
+                return Err(Error::not_found(format!("it has ended: {}", state.describe())));
             }
             if state.is_on() {
-                let found = self.seen(&libvirt, &domain).await.map_err(fail)?;
+                let found = self.seen(&libvirt, &domain).await?;
                 if !found.is_empty() {
                     let end = match enough {
                         Some(end) => end,
@@ -147,52 +133,55 @@ impl Shared {
     async fn gives_ipv4(&self, libvirt: &Connection) -> bool {
         let Plug::Network(name) = &self.config.network else { return false };
         let Ok(network) = libvirt.network(name).await else { return false };
-        libvirt.network_xml(&network).await.is_ok_and(|xml| gives_ipv4(&xml))
+        libvirt.network_xml(&network).await.is_ok_and(|xml| Dhcp::read(&xml).is_some())
     }
 
     pub(crate) async fn console(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
-        let attempt = format!("console of VM {id}");
-        let fail = |error: RpcError| refuse(&attempt, error);
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let domain = self.find(&libvirt, id, &attempt).await?;
-        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
+        let libvirt = self.link.get().await?;
+        let domain = self.find(&libvirt, id).await?;
+        let pool = libvirt.pool(&self.config.pool).await?;
         let name = format!("{}{CONSOLE}", domain.name);
-        let Some(volume) = libvirt.volume(&pool, &name).await.map_err(fail)? else { return Ok(Vec::new()) };
-        let written = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
+        let Some(volume) = libvirt.volume(&pool, &name).await? else { return Ok(Vec::new()) };
+        let (written, _) = libvirt.volume_sizes(&volume).await?;
         let length = written.min(limit as u64);
         if length == 0 || !self.is_real() {
             return Ok(Vec::new());
         }
         // At most `limit`, which is a number of bytes in memory, so the cast is exact.
-        libvirt.download(&volume, written - length, length as usize).await.map_err(fail)
+        Ok(libvirt.download(&volume, written - length, length as usize).await?)
     }
 
     pub(crate) async fn preflight(&self) -> Result<Preflight, Error> {
-        let fail = |error: RpcError| refuse("libvirt", error);
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let (driver, version, host) =
-            tokio::try_join!(libvirt.driver(), libvirt.version(), libvirt.node()).map_err(fail)?;
+        let libvirt = self.link.get().await?;
+        let (driver, version, host) = tokio::try_join!(libvirt.driver(), libvirt.version(), libvirt.node())?;
         let mut found = Preflight::default();
         let version = format!("{}.{}.{}", version / 1_000_000, version / 1000 % 1000, version % 1000);
         let (arch, cpus, memory) = (&host.arch, host.cpus, host.memory_kib >> 20);
         found.facts.push(format!("libvirt {version}, {driver}, on {arch} with {cpus} CPUs and {memory} GiB"));
-        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
-        let (state, room) = libvirt.pool_info(&pool).await.map_err(fail)?;
+        let pool = libvirt.pool(&self.config.pool).await?;
+        let (state, free) = libvirt.pool_info(&pool).await?;
         if state != 2 {
-            let text = format!(
-                "libvirt: storage pool {} is not active; start it: virsh pool-start {}",
-                pool.name, pool.name
-            );
+            let name = &pool.name;
+            let text = format!("storage pool {name} is not active; start it: virsh pool-start {name}");
             return Err(Error::invalid(text));
         }
-        found.facts.push(format!("storage pool {}, {} GiB free", pool.name, room.available >> 30));
-        if room.available < 2 << 30 {
+        found.facts.push(format!("storage pool {}, {} GiB free", pool.name, free >> 30));
+        if free < 2 << 30 {
             found.warnings.push(format!("storage pool {} has less than 2 GiB free", pool.name));
         }
         for plug in [Some(&self.config.network), self.config.second_network.as_ref()].into_iter().flatten() {
-            let addresses = self.network(&libvirt, plug, &mut found).await?;
+            let addresses = match plug {
+                Plug::Bridge(name) => {
+                    found.facts.push(format!("VMs on bridge {name}"));
+                    Vec::new()
+                }
+                Plug::Network(name) => self.network(&libvirt, name, &mut found).await?,
+            };
             if plug == &self.config.network {
                 found.node_addresses = addresses;
+                if let (Plug::Network(name), true) = (plug, self.config.creates) {
+                    found.warnings.extend(self.dhcp_is_slow(&libvirt, name).await);
+                }
             }
         }
         self.known_images(&mut found).await?;
@@ -205,11 +194,11 @@ impl Shared {
             ),
             kind => found.facts.push(format!("VMs of kind {kind}")),
         }
-        match self.sweep(&libvirt).await.map_err(fail)? {
+        match self.sweep(&libvirt).await? {
             0 => {}
             removed => found.facts.push(format!("removed {removed} files of VMs that are gone")),
         }
-        match self.sweep_reservations(&libvirt).await.map_err(fail)? {
+        match self.sweep_reservations(&libvirt).await? {
             0 => {}
             removed => found.facts.push(format!("removed {removed} DHCP host entries of VMs that are gone")),
         }
@@ -220,34 +209,21 @@ impl Shared {
     async fn network(
         &self,
         libvirt: &Connection,
-        plug: &Plug,
+        name: &str,
         found: &mut Preflight,
     ) -> Result<Vec<IpAddr>, Error> {
-        let name = match plug {
-            Plug::Bridge(name) => {
-                found.facts.push(format!("VMs on bridge {name}"));
-                return Ok(Vec::new());
-            }
-            Plug::Network(name) => name,
-        };
-        let fail = |error: RpcError| refuse(&format!("libvirt: network {name}"), error);
-        let network = libvirt.network(name).await.map_err(fail)?;
-        if !libvirt.network_is_active(&network).await.map_err(fail)? {
-            let text = format!("libvirt: network {name} is not active; start it: virsh net-start {name}");
+        let about = |error: RpcError| Error::from(error).during(format_args!("network {name}"));
+        let network = libvirt.network(name).await.map_err(about)?;
+        if !libvirt.network_is_active(&network).await.map_err(about)? {
+            let text = format!("network {name} is not active; start it: virsh net-start {name}");
             return Err(Error::invalid(text));
         }
-        let xml = libvirt.network_xml(&network).await.map_err(fail)?;
-        let addresses = own_addresses(&xml);
+        let addresses = own_addresses(&libvirt.network_xml(&network).await.map_err(about)?);
         let words: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-        let words = if words.is_empty() {
-            String::new()
-        } else {
-            format!(", the host has {} there", words.join(" and "))
-        };
-        found.facts.push(format!("network {name}{words}"));
-        if self.config.creates && plug == &self.config.network {
-            found.warnings.extend(self.dhcp_is_slow(libvirt, name).await);
-        }
+        found.facts.push(match &words[..] {
+            [] => format!("network {name}"),
+            words => format!("network {name}, the host has {} there", words.join(" and ")),
+        });
         Ok(addresses)
     }
 
@@ -282,35 +258,10 @@ fn is_useful(address: &IpAddr) -> bool {
     }
 }
 
-/// Returns whether a libvirt network hands out IPv4 addresses, from its description.
-fn gives_ipv4(xml: &str) -> bool {
-    let Ok(document) = roxmltree::Document::parse(xml) else { return false };
-    let is_v4 = |node: &roxmltree::Node<'_, '_>| matches!(node.attribute("family"), None | Some("ipv4"));
-    let mut ips = document.root_element().children().filter(|node| node.has_tag_name("ip") && is_v4(node));
-    ips.any(|ip| ip.children().any(|node| node.has_tag_name("dhcp")))
-}
-
 /// Returns those addresses of a libvirt network that this host has; libvirtd may run on another host.
 fn own_addresses(xml: &str) -> Vec<IpAddr> {
     let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
     let ips = document.root_element().children().filter(|node| node.has_tag_name("ip"));
     let parsed = ips.filter_map(|node| node.attribute("address")?.parse::<IpAddr>().ok());
     parsed.filter(|address| UdpSocket::bind((*address, 0)).is_ok()).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::gives_ipv4;
-
-    #[test]
-    fn only_a_network_with_its_own_ipv4_dhcp_causes_a_wait() {
-        let v4 = "<ip address='10.97.0.1' netmask='255.255.255.0'><dhcp><range start='10.97.0.2' end='10.97.0.9'/></dhcp></ip>";
-        let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::2' end='fd97::9'/></dhcp></ip>";
-        let bare = "<ip family='ipv4' address='10.97.0.1' prefix='24'/>";
-        let network = |ips: &[&str]| format!("<network><name>pods</name>{}</network>", ips.concat());
-        assert!(gives_ipv4(&network(&[v6, v4])));
-        for without in [network(&[v6]), network(&[bare, v6]), network(&[]), "<network".to_owned()] {
-            assert!(!gives_ipv4(&without), "{without}");
-        }
-    }
 }

@@ -9,9 +9,8 @@ use tokio::time::{Instant, sleep};
 use crate::Shared;
 use crate::config::Acceleration;
 use crate::probe;
-use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Volume};
-use crate::rpc::{Connection, RpcError};
+use crate::rpc::{Connection, RpcError, unless_absent};
 use crate::xml;
 
 const ATTEMPT: &str = "find out whether KVM works";
@@ -100,11 +99,11 @@ impl Shared {
             let (why, is_sure) = match self.runs(libvirt).await? {
                 Ok(Proof::Runs) => (None, true),
                 Ok(proof) => (Some(proof.describe().to_owned()), proof == Proof::Never),
-                Err(error) if error.code().is_none() => return Err(refuse(ATTEMPT, error)),
+                Err(error) if error.code().is_none() => return Err(Error::from(error).during(ATTEMPT)),
                 // A host that is short of a resource at the moment is no proof, either.
                 Err(error) => {
                     let text = error.to_string();
-                    (Some(text), refuse(ATTEMPT, error).class() == "invalid")
+                    (Some(text), Error::from(error).class() == "invalid")
                 }
             };
             (judged(wanted, why, is_sure), is_sure)
@@ -114,19 +113,19 @@ impl Shared {
     }
 
     /// Returns whether guest code runs in a domain with KVM. A successful start is no proof: on some hosts KVM makes
-    /// VMs and never executes an instruction. The inner error is libvirt's refusal of such a domain.
-    ///
-    /// # Errors
-    /// When there is no disk to boot; the trial then has no result.
+    /// VMs and never executes an instruction. The inner error is libvirt's refusal of such a domain. Without a disk to boot,
+    /// the trial has no result and this fails.
     async fn runs(&self, libvirt: &Connection) -> Result<Result<Proof, RpcError>, Error> {
         let name = self.trial();
-        let fail = |error| refuse(&format!("{ATTEMPT}: make a disk in pool {}", self.config.pool), error);
-        let (volume, sector) = self.sector(libvirt, &name).await.map_err(fail)?;
+        let (volume, sector) = self.sector(libvirt, &name).await.map_err(|error| {
+            let make = format!("make a disk in pool {}", self.config.pool);
+            Error::from(error).during(make).during(ATTEMPT)
+        })?;
         let outcome = self.try_kvm(libvirt, &name, &sector).await;
         discard(libvirt, &volume).await;
         match outcome {
             // A disk that QEMU cannot open proves nothing about KVM, either.
-            Err(error) if is_of(&error, &sector) => Err(refuse(ATTEMPT, error)),
+            Err(error) if is_of(&error, &sector) => Err(Error::from(error).during(ATTEMPT)),
             other => Ok(other),
         }
     }
@@ -240,8 +239,7 @@ pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
 fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'static str, Error> {
     let Some(why) = why else { return Ok("kvm") };
     if wanted == Acceleration::Kvm {
-        let text =
-            format!("libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host");
+        let text = format!("no VM can be started with KVM: {why}; enable virtualisation on the host");
         return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
     }
     if is_sure {
@@ -255,10 +253,7 @@ fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'
 }
 
 async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcError> {
-    match libvirt.state(domain).await {
-        Err(error) if error.is_absent() => Ok(true),
-        other => other.map(|_| false),
-    }
+    unless_absent(libvirt.state(domain).await).map(|state| state.is_none())
 }
 
 #[cfg(test)]

@@ -36,7 +36,7 @@ use parking_lot::Mutex as Lock;
 use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
     Capabilities, Console, CreateRequest, Created, Error, Extensions, IdempotencyKey, InstanceId, Owned,
-    Preflight, Provider, ProviderEvent,
+    Preflight, Provider, ProviderEvent, detached,
 };
 use tokio::sync::{Mutex, broadcast};
 
@@ -107,40 +107,36 @@ impl Provider for LibvirtProvider {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        // In a task of its own, like creates: a dropped preflight still clears its trials away, and the next one knows
-        // the result.
+        // A dropped preflight still clears its trials away, and the next one knows the result.
         let shared = Arc::clone(&self.shared);
-        let work = tokio::spawn(async move { shared.preflight().await });
-        work.await.unwrap_or_else(|error| Err(Error::transient(format!("preflight: {error}"))))
+        let found = detached(async move { shared.preflight().await }).await;
+        found.map_err(|error| error.during("libvirt"))
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
         if !self.shared.config.creates {
-            return Err(Error::invalid(format!(
-                "create of {}: this provider only lists and deletes",
-                request.name
-            )));
+            let text = format!("create of {}: this provider only lists and deletes", request.name);
+            return Err(Error::invalid(text));
         }
-        // In a task of its own: a dropped create leaves a VM, not half of one.
         let (shared, request, key) = (Arc::clone(&self.shared), request.clone(), key.clone());
-        let work = tokio::spawn(async move { shared.create(&request, &key).await });
-        work.await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
+        detached(async move { shared.create(&request, &key).await }).await
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        self.shared.addresses(id).await
+        let addresses = self.shared.addresses(id).await;
+        addresses.map_err(|error| error.during(format_args!("addresses of VM {id}")))
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let Some(uuid) = marks::uuid_of(id) else { return Ok(()) };
         let shared = Arc::clone(&self.shared);
-        let work = tokio::spawn(async move { shared.delete(&uuid).await });
-        work.await.unwrap_or_else(|error| Err(Error::transient(format!("delete of {id}: {error}"))))
+        let deleted = detached(async move { shared.delete(&uuid).await }).await;
+        deleted.map_err(|error| error.during(format_args!("delete of VM {id}")))
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
-        self.shared.list().await
+        self.shared.list().await.map_err(|error| Error::from(error).during("list the VMs"))
     }
 
     fn extensions(&self) -> Extensions<'_> {
@@ -155,7 +151,8 @@ impl Provider for LibvirtProvider {
 #[async_trait]
 impl Console for LibvirtProvider {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
-        self.shared.console(id, limit).await
+        let tail = self.shared.console(id, limit).await;
+        tail.map_err(|error| error.during(format_args!("console of VM {id}")))
     }
 }
 

@@ -20,7 +20,6 @@ const NAMES: &str = "peerpod-";
 /// Owner of VMs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct VmOwner {
-    /// The cluster.
     pub(crate) cluster: String,
     /// The node; empty: all nodes of the cluster.
     pub(crate) node: String,
@@ -47,7 +46,6 @@ impl VmOwner {
         VmNames { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
     }
 
-    /// Returns whether these marks are of this owner.
     pub(crate) fn owns(&self, marks: &Marks) -> bool {
         marks.cluster == self.cluster && (self.node.is_empty() || marks.node == self.node)
     }
@@ -105,11 +103,8 @@ pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
 /// Content of the element in a domain's metadata. Contains no secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Marks {
-    /// The cluster.
     pub(crate) cluster: String,
-    /// The node.
     pub(crate) node: String,
-    /// Idempotency key of the create.
     pub(crate) key: IdempotencyKey,
     /// Digest of the request, [`CreateRequest::digest`].
     pub(crate) digest: String,
@@ -190,7 +185,6 @@ impl Marks {
         })
     }
 
-    /// Returns the time of the create.
     pub(crate) fn created(&self) -> SystemTime {
         UNIX_EPOCH.checked_add(Duration::from_secs(self.created)).unwrap_or(UNIX_EPOCH)
     }

@@ -4,56 +4,51 @@ use peerpod_provider_api::Error;
 
 use crate::rpc::{RpcError, code};
 
+use Class::{Full, Memory, Never, Wait};
+
 /// Texts of QEMU and libvirt that are more precise than their error number, with the remedy. `*` stands for a name.
 const WORDS: &[(&str, Class, &str)] = &[
-    (
-        "Failed to get \"write\" lock",
-        Class::Busy,
-        "another VM has this disk; stop it, or wait until it is gone",
-    ),
-    (
-        "Failed to get shared \"write\" lock",
-        Class::Busy,
-        "another VM has this disk; stop it, or wait until it is gone",
-    ),
-    ("has asynchronous jobs running", Class::Wait, "a disk is being made or removed there; ask again"),
-    ("is already in use", Class::Busy, "another VM has this; stop it, or wait until it is gone"),
+    ("Failed to get \"write\" lock", Wait, LOCKED),
+    ("Failed to get shared \"write\" lock", Wait, LOCKED),
+    ("has asynchronous jobs running", Wait, "a disk is being made or removed there; ask again"),
+    ("is already in use", Wait, "another VM has this; stop it, or wait until it is gone"),
     (
         "No space left on device",
-        Class::Full,
+        Full,
         "make room in the storage pool, or set provider.libvirt.pool to another",
     ),
-    ("Cannot allocate memory", Class::Memory, "stop VMs, or ask for smaller ones"),
-    ("cannot set up guest memory", Class::Memory, "stop VMs, or ask for smaller ones"),
+    ("Cannot allocate memory", Memory, "stop VMs, or ask for smaller ones"),
+    ("cannot set up guest memory", Memory, "stop VMs, or ask for smaller ones"),
     (
         "Could not access KVM kernel module",
-        Class::Never,
+        Never,
         "load the kernel module of KVM, or run the node where KVM is",
     ),
-    ("network '*' is not active", Class::Never, "start it: virsh net-start NAME"),
+    ("network '*' is not active", Never, "start it: virsh net-start NAME"),
     (
         "Network not found",
-        Class::Never,
+        Never,
         "define and start it (virsh net-define, net-start), or set provider.libvirt.network",
     ),
     (
         "Storage pool not found",
-        Class::Never,
+        Never,
         "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool",
     ),
-    ("storage pool '*' is not active", Class::Never, "start it: virsh pool-start NAME"),
-    ("Image is not in qcow2 format", Class::Never, "the image is no qcow2"),
-    ("Could not open", Class::Never, "is the file there, and may QEMU's user read it?"),
-    ("Cannot access storage file", Class::Never, "is the file there, and may QEMU's user read it?"),
-    ("Connection refused", Class::Wait, "is its server running?"),
-    ("No more available PCI slots", Class::Full, "attach fewer disks to the VM"),
-    ("monitor socket did not show up", Class::Wait, SLOW),
-    ("failed to connect to monitor socket", Class::Wait, SLOW),
-    ("guest unexpectedly quit", Class::Wait, KILLED),
-    ("terminating on signal", Class::Wait, KILLED),
-    ("Resource temporarily unavailable", Class::Wait, "the host has too many processes or locks just now"),
+    ("storage pool '*' is not active", Never, "start it: virsh pool-start NAME"),
+    ("Image is not in qcow2 format", Never, "the image is no qcow2"),
+    ("Could not open", Never, "is the file there, and may QEMU's user read it?"),
+    ("Cannot access storage file", Never, "is the file there, and may QEMU's user read it?"),
+    ("Connection refused", Wait, "is its server running?"),
+    ("No more available PCI slots", Full, "attach fewer disks to the VM"),
+    ("monitor socket did not show up", Wait, SLOW),
+    ("failed to connect to monitor socket", Wait, SLOW),
+    ("guest unexpectedly quit", Wait, KILLED),
+    ("terminating on signal", Wait, KILLED),
+    ("Resource temporarily unavailable", Wait, "the host has too many processes or locks just now"),
 ];
 
+const LOCKED: &str = "another VM has this disk; stop it, or wait until it is gone";
 const SLOW: &str = "is the host overloaded?";
 const KILLED: &str = "QEMU was killed; the kernel does it when memory is short, see its log";
 
@@ -62,45 +57,47 @@ const KILLED: &str = "QEMU was killed; the kernel does it when memory is short, 
 const ENDED: &[&str] = &["unexpectedly closed the monitor", "process exited while connecting to monitor"];
 
 enum Class {
-    Busy,
     Full,
     Memory,
     Wait,
     Never,
 }
 
-/// Converts an error of libvirt into a provider error. `attempt` names the operation and its object.
-pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
-    let text = format!("{attempt}: {error}");
-    let failure = match error {
-        RpcError::Lost(_) | RpcError::Late(_) | RpcError::Garbled(_) => return Error::transient(text),
-        RpcError::Refused(_) => return Error::Auth { text },
-        RpcError::Failed(failure) => failure,
-    };
-    if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| says(&failure.text, words)) {
-        let text = format!("{text}; {help}");
-        return match class {
-            Class::Busy | Class::Wait => Error::transient(text),
-            Class::Full => Error::Quota { text },
-            Class::Memory => Error::capacity("memory of the host", text),
-            Class::Never => Error::invalid(text),
+impl From<RpcError> for Error {
+    fn from(error: RpcError) -> Error {
+        let text = error.to_string();
+        let failure = match error {
+            RpcError::Lost(_) | RpcError::Late(_) | RpcError::Garbled(_) => return Error::transient(text),
+            RpcError::Refused(_) => return Error::Auth { text },
+            RpcError::Failed(failure) => failure,
         };
-    }
-    let end = failure.text.trim_end_matches(|c: char| c == ':' || c.is_whitespace());
-    if ENDED.iter().any(|words| end.ends_with(words)) {
-        return Error::transient(format!("{text}; {KILLED}"));
-    }
-    match failure.code {
-        code::NO_DOMAIN => Error::not_found(text),
-        code::NO_STORAGE_VOL => {
-            Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?"))
+        if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| says(&failure.text, words)) {
+            let text = format!("{text}; {help}");
+            return match class {
+                Wait => Error::transient(text),
+                Full => Error::Quota { text },
+                Memory => Error::capacity("memory of the host", text),
+                Never => Error::invalid(text),
+            };
         }
-        code::AUTH_FAILED | code::OPERATION_DENIED | code::ACCESS_DENIED => Error::Auth {
-            text: format!("{text}; let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)"),
-        },
-        code::NO_MEMORY => Error::capacity("memory of the host", text),
-        code::OPERATION_TIMEOUT | code::RESOURCE_BUSY => Error::transient(text),
-        _ => Error::invalid(text),
+        let end = failure.text.trim_end_matches(|c: char| c == ':' || c.is_whitespace());
+        if ENDED.iter().any(|words| end.ends_with(words)) {
+            return Error::transient(format!("{text}; {KILLED}"));
+        }
+        match failure.code {
+            code::NO_DOMAIN => Error::not_found(text),
+            code::NO_STORAGE_VOL => {
+                Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?"))
+            }
+            code::AUTH_FAILED | code::OPERATION_DENIED | code::ACCESS_DENIED => Error::Auth {
+                text: format!(
+                    "{text}; let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)"
+                ),
+            },
+            code::NO_MEMORY => Error::capacity("memory of the host", text),
+            code::OPERATION_TIMEOUT | code::RESOURCE_BUSY => Error::transient(text),
+            _ => Error::invalid(text),
+        }
     }
 }
 
@@ -115,7 +112,7 @@ mod tests {
     use crate::rpc::message::Failure;
 
     fn class(code: i32, text: &str) -> (String, &'static str) {
-        let error = refuse("create of x", RpcError::Failed(Failure { code, text: text.into() }));
+        let error = Error::from(RpcError::Failed(Failure { code, text: text.into() })).during("create of x");
         (error.to_string(), error.class())
     }
 
@@ -168,7 +165,7 @@ mod tests {
                 "{text}"
             );
         }
-        assert_eq!(refuse("x", RpcError::Lost("gone".into())).class(), "transient");
-        assert_eq!(refuse("x", RpcError::Refused("no".into())).class(), "auth");
+        assert_eq!(Error::from(RpcError::Lost("gone".into())).class(), "transient");
+        assert_eq!(Error::from(RpcError::Refused("no".into())).class(), "auth");
     }
 }

@@ -5,10 +5,9 @@ use peerpod_provider_api::Error;
 use crate::Shared;
 use crate::create::FILES;
 use crate::kind::is_young_trial;
-use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, RpcError, code};
+use crate::rpc::{Connection, RpcError, code, unless_absent};
 
 /// Number of older pieces that virtlogd keeps of a growing console.
 const OLDER: usize = 3;
@@ -16,36 +15,25 @@ const OLDER: usize = 3;
 impl Shared {
     pub(crate) async fn delete(&self, uuid: &Uuid) -> Result<(), Error> {
         let _turn = self.turns.lock(uuid).await;
-        let libvirt = self.link.get().await.map_err(|error| refuse("delete of a VM", error))?;
-        self.remove(&libvirt, uuid).await
+        let libvirt = self.link.get().await?;
+        self.remove(&libvirt, uuid).await.map_err(Error::from)
     }
 
     /// Deletes a VM. The caller must hold the VM's turn.
-    pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), Error> {
-        let attempt = format!("delete of VM {}", crate::marks::uuid_text(uuid));
-        let fail = |error: RpcError| refuse(&attempt, error);
-        let Some(domain) = libvirt.domain(uuid).await.map_err(fail)? else { return Ok(()) };
-        let marks = match self.marks(libvirt, &domain).await {
-            Err(error) if error.is_absent() => return Ok(()),
-            other => other.map_err(fail)?,
-        };
+    pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), RpcError> {
+        let Some(domain) = libvirt.domain(uuid).await? else { return Ok(()) };
+        let marks = unless_absent(self.marks(libvirt, &domain).await)?.flatten();
         if !marks.is_some_and(|marks| self.owner.owns(&marks)) {
-            // The VM has another owner, so it does not exist for this provider.
+            // The VM is gone, or has another owner, so it does not exist for this provider.
             return Ok(());
         }
         self.leaving(&domain);
-        self.end(libvirt, &domain).await.map_err(fail)?;
-        if let Some(pool) = self.pool(libvirt).await.map_err(fail)? {
-            self.remove_files(libvirt, &pool, &domain.name).await.map_err(fail)?;
+        self.end(libvirt, &domain).await?;
+        if let Some(pool) = self.pool(libvirt).await? {
+            self.remove_files(libvirt, &pool, &domain.name).await?;
         }
-        match self.release(libvirt, &domain).await {
-            Err(error) if error.is_absent() => return Ok(()),
-            other => other.map_err(fail)?,
-        }
-        match libvirt.undefine(&domain).await {
-            Err(error) if error.is_absent() => Ok(()),
-            other => other.map_err(fail),
-        }
+        let gone = unless_absent(self.release(libvirt, &domain).await)?.is_none();
+        if gone { Ok(()) } else { unless_absent(libvirt.undefine(&domain).await).map(drop) }
     }
 
     async fn end(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {

@@ -21,7 +21,7 @@ use crate::config::Plug;
 use crate::marks::VmNames;
 use crate::rpc::calls::{Domain, HostChange, Named, NicAddress};
 use crate::rpc::{Connection, RpcError, code};
-use crate::xml::escape;
+use crate::xml::{child, escape};
 
 /// Maximum number of addresses to try, when other processes take the chosen ones meanwhile.
 const TRIES: usize = 16;
@@ -130,10 +130,8 @@ impl Shared {
         Err(Unreserved::Contended)
     }
 
-    /// Removes a VM's reservation. Must be called before the domain is undefined.
-    ///
-    /// # Errors
-    /// When libvirtd is down. Its refusals are logged, and left to [`Shared::sweep_reservations`].
+    /// Removes a VM's reservation. Must be called before the domain is undefined. libvirtd's refusals are logged, and left to
+    /// [`Shared::sweep_reservations`].
     pub(crate) async fn release(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
         if !self.is_real() {
             return Ok(());
@@ -207,12 +205,11 @@ fn is_taken(error: &RpcError) -> bool {
 
 /// DHCP server for IPv4 addresses of a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Dhcp {
+pub(crate) struct Dhcp {
     /// Index of the network's `ip` element.
     parent: i32,
     /// Address of the network itself.
     own: Option<Ipv4Addr>,
-    /// First and last address of each range.
     ranges: Vec<(u32, u32)>,
     hosts: Vec<Host>,
     /// Whether an address is pinged before it is offered.
@@ -244,13 +241,13 @@ impl Host {
 
 impl Dhcp {
     /// Parses a network's description; `None`: libvirt hands out no IPv4 addresses there.
-    fn read(xml: &str) -> Option<Dhcp> {
+    pub(crate) fn read(xml: &str) -> Option<Dhcp> {
         let document = roxmltree::Document::parse(xml).ok()?;
         let root = document.root_element();
         let is_v4 = |node: &roxmltree::Node<'_, '_>| matches!(node.attribute("family"), None | Some("ipv4"));
         let mut ips = (0..).zip(root.children().filter(|node| node.has_tag_name("ip")));
         let (parent, ip, dhcp) = ips.find_map(|(parent, ip)| {
-            let dhcp = ip.children().find(|node| node.has_tag_name("dhcp"))?;
+            let dhcp = child(ip, "dhcp")?;
             is_v4(&ip).then_some((parent, ip, dhcp))
         })?;
         let of = |node: roxmltree::Node<'_, '_>, key: &str| node.attribute(key)?.parse::<Ipv4Addr>().ok();
@@ -324,7 +321,6 @@ fn networks(xml: &str) -> Vec<String> {
     names
 }
 
-/// See [`crate::read_anything`].
 pub(crate) fn read_anything(text: &str) {
     drop(networks(text));
     if let Some(dhcp) = Dhcp::read(text)
@@ -400,5 +396,17 @@ mod tests {
                       <interface type='bridge'><source bridge='br0'/></interface><disk><source network='x'/></disk>\
                       </devices></domain>";
         assert_eq!(networks(domain), ["pods"]);
+    }
+
+    #[test]
+    fn only_a_network_with_its_own_ipv4_dhcp_causes_a_wait() {
+        let v4 = "<ip address='10.97.0.1' netmask='255.255.255.0'><dhcp><range start='10.97.0.2' end='10.97.0.9'/></dhcp></ip>";
+        let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::2' end='fd97::9'/></dhcp></ip>";
+        let bare = "<ip family='ipv4' address='10.97.0.1' prefix='24'/>";
+        let network = |ips: &[&str]| format!("<network><name>pods</name>{}</network>", ips.concat());
+        assert!(Dhcp::read(&network(&[v6, v4])).is_some());
+        for without in [network(&[v6]), network(&[bare, v6]), network(&[]), "<network".to_owned()] {
+            assert_eq!(Dhcp::read(&without), None, "{without}");
+        }
     }
 }

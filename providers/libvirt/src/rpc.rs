@@ -4,20 +4,20 @@
 //! code. A deadline really ends a call, and a lost connection is noticed at once. The numbers and the order of fields
 //! are those of libvirt's published `remote_protocol.x` and `virnetprotocol.x`, which never change, only grow.
 
-pub mod calls;
-pub mod connection;
+pub(crate) mod calls;
+pub(crate) mod connection;
 pub mod link;
-pub mod message;
-pub mod xdr;
+pub(crate) mod message;
+pub(crate) mod xdr;
 
 use std::time::Duration;
 
-pub use connection::{Connection, DomainEvent};
-pub use link::Redialer;
+pub(crate) use connection::{Connection, DomainEvent};
+pub(crate) use link::Redialer;
 
 /// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RpcError {
+pub(crate) enum RpcError {
     /// libvirt returned an error.
     #[error("{} (libvirt error {})", .0.text, .0.code)]
     Failed(message::Failure),
@@ -37,7 +37,7 @@ pub enum RpcError {
 
 impl RpcError {
     /// Returns libvirt's error number, if libvirt returned an error.
-    pub fn code(&self) -> Option<i32> {
+    pub(crate) fn code(&self) -> Option<i32> {
         match self {
             RpcError::Failed(failure) => Some(failure.code),
             _ => None,
@@ -45,47 +45,41 @@ impl RpcError {
     }
 
     /// Returns whether libvirt's error is that the object of the call does not exist.
-    pub fn is_absent(&self) -> bool {
+    pub(crate) fn is_absent(&self) -> bool {
         self.code().is_some_and(|code| [code::NO_DOMAIN, code::NO_STORAGE_VOL].contains(&code))
     }
 }
 
+/// Returns `None` for an object that does not exist.
+pub(crate) fn unless_absent<T>(found: Result<T, RpcError>) -> Result<Option<T>, RpcError> {
+    match found {
+        Err(error) if error.is_absent() => Ok(None),
+        found => found.map(Some),
+    }
+}
+
 /// libvirt's error numbers that the provider distinguishes (`virErrorNumber`).
-pub mod code {
-    /// Something inside libvirt or QEMU failed.
-    pub const INTERNAL_ERROR: i32 = 1;
-    /// Out of memory.
-    pub const NO_MEMORY: i32 = 2;
+pub(crate) mod code {
+    pub(crate) const INTERNAL_ERROR: i32 = 1;
+    pub(crate) const NO_MEMORY: i32 = 2;
     /// The driver does not have the call.
-    pub const NO_SUPPORT: i32 = 3;
+    pub(crate) const NO_SUPPORT: i32 = 3;
     /// An argument is wrong, or a flag is unknown.
-    pub const INVALID_ARG: i32 = 8;
-    /// The hypervisor refused.
-    pub const OPERATION_FAILED: i32 = 9;
-    /// Not allowed on this connection.
-    pub const OPERATION_DENIED: i32 = 29;
-    /// There is no such domain.
-    pub const NO_DOMAIN: i32 = 42;
-    /// There is no such network.
-    pub const NO_NETWORK: i32 = 43;
-    /// Authentication failed.
-    pub const AUTH_FAILED: i32 = 45;
-    /// There is no such pool.
-    pub const NO_STORAGE_POOL: i32 = 49;
-    /// There is no such volume.
-    pub const NO_STORAGE_VOL: i32 = 50;
+    pub(crate) const INVALID_ARG: i32 = 8;
+    pub(crate) const OPERATION_FAILED: i32 = 9;
+    pub(crate) const OPERATION_DENIED: i32 = 29;
+    pub(crate) const NO_DOMAIN: i32 = 42;
+    pub(crate) const NO_NETWORK: i32 = 43;
+    pub(crate) const AUTH_FAILED: i32 = 45;
+    pub(crate) const NO_STORAGE_POOL: i32 = 49;
+    pub(crate) const NO_STORAGE_VOL: i32 = 50;
     /// Not possible in the current state.
-    pub const OPERATION_INVALID: i32 = 55;
-    /// An operation took too long.
-    pub const OPERATION_TIMEOUT: i32 = 68;
+    pub(crate) const OPERATION_INVALID: i32 = 55;
+    pub(crate) const OPERATION_TIMEOUT: i32 = 68;
     /// The metadata element does not exist.
-    pub const NO_DOMAIN_METADATA: i32 = 80;
-    /// Another user holds the resource.
-    pub const RESOURCE_BUSY: i32 = 87;
-    /// A policy forbids it.
-    pub const ACCESS_DENIED: i32 = 88;
-    /// The volume already exists.
-    pub const STORAGE_VOL_EXIST: i32 = 90;
-    /// The device is not there.
-    pub const DEVICE_MISSING: i32 = 99;
+    pub(crate) const NO_DOMAIN_METADATA: i32 = 80;
+    pub(crate) const RESOURCE_BUSY: i32 = 87;
+    pub(crate) const ACCESS_DENIED: i32 = 88;
+    pub(crate) const STORAGE_VOL_EXIST: i32 = 90;
+    pub(crate) const DEVICE_MISSING: i32 = 99;
 }

@@ -8,9 +8,6 @@ const SPARE: usize = 256 << 10;
 const STEP: usize = 64 << 10;
 
 /// Returns the image. The same files give the same image.
-///
-/// # Errors
-/// When the files do not fit, which is a bug in the size above.
 pub(crate) fn image(user_data: &[u8], meta_data: &[u8]) -> io::Result<Vec<u8>> {
     let size = (user_data.len() + meta_data.len() + SPARE).next_multiple_of(STEP);
     let mut disk = Cursor::new(vec![0; size]);

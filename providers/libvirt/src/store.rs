@@ -14,7 +14,6 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep};
 
 use crate::config::File;
-use crate::refusal::refuse;
 use crate::rpc::calls::{Named, Volume};
 use crate::rpc::{Connection, RpcError, code};
 use crate::xml;
@@ -135,8 +134,10 @@ impl Images {
         }
         let mark = format!("{name}.complete");
         let upload = Upload { libvirt, pool, file: &file.path, bytes: known.bytes, name: &name, mark: &mark };
-        let volume = upload.finished().await?;
-        let path = libvirt.volume_path(&volume).await.map_err(|error| upload.failed(error))?;
+        let placed = async { Ok(libvirt.volume_path(&upload.finished().await?).await?) };
+        let path = placed.await.map_err(|error: Error| {
+            error.during(format_args!("upload of {} into pool {}", file.path.display(), pool.name))
+        })?;
         uploads.insert(name, path.clone());
         Ok((path, known))
     }
@@ -160,40 +161,28 @@ struct Upload<'a> {
 }
 
 impl Upload<'_> {
-    fn failed(&self, error: RpcError) -> Error {
-        refuse(&self.attempt(), error)
-    }
-
-    fn attempt(&self) -> String {
-        format!("upload of {} into pool {}", self.file.display(), self.pool.name)
-    }
-
-    async fn find(&self, name: &str) -> Result<Option<Volume>, Error> {
-        self.libvirt.volume(self.pool, name).await.map_err(|error| self.failed(error))
-    }
-
     /// Returns the volume with the whole image; uploads the image, or waits for the upload of another process.
     async fn finished(&self) -> Result<Volume, Error> {
         let mut growth: Option<(u64, Instant)> = None;
         loop {
-            let Some(volume) = self.find(self.name).await? else {
+            let Some(volume) = self.libvirt.volume(self.pool, self.name).await? else {
                 match self.make().await? {
                     Some(volume) => return Ok(volume),
                     None => continue,
                 }
             };
-            if self.find(self.mark).await?.is_some() {
+            if self.libvirt.volume(self.pool, self.mark).await?.is_some() {
                 return Ok(volume);
             }
-            let info = self.libvirt.volume_info(&volume).await.map_err(|error| self.failed(error))?;
+            let (_, allocation) = self.libvirt.volume_sizes(&volume).await?;
             match growth {
-                Some((before, since)) if before == info.allocation && since.elapsed() > STALLED => {
+                Some((before, since)) if before == allocation && since.elapsed() > STALLED => {
                     tracing::warn!(name = self.name, "an unfinished upload starts again");
-                    self.libvirt.delete_volume(&volume).await.map_err(|error| self.failed(error))?;
+                    self.libvirt.delete_volume(&volume).await?;
                     continue;
                 }
-                Some((before, _)) if before == info.allocation => {}
-                _ => growth = Some((info.allocation, Instant::now())),
+                Some((before, _)) if before == allocation => {}
+                _ => growth = Some((allocation, Instant::now())),
             }
             sleep(LOOK).await;
         }
@@ -202,26 +191,25 @@ impl Upload<'_> {
     /// Makes the volume, uploads the image and sets the mark. `None`: the volume exists, and libvirtd knows it now.
     async fn make(&self) -> Result<Option<Volume>, Error> {
         let Upload { libvirt, pool, name, bytes, .. } = *self;
-        let fail = |error| self.failed(error);
         let volume = match libvirt.create_volume(pool, &xml::volume(name, "raw", bytes, None)).await {
             Ok(volume) => volume,
             // Another process was faster, or libvirtd has not scanned the folder for long.
             Err(error) if is_there(&error) => {
-                libvirt.refresh(pool).await.map_err(fail)?;
+                libvirt.refresh(pool).await?;
                 return Ok(None);
             }
-            Err(error) => return Err(fail(error)),
+            Err(error) => return Err(error.into()),
         };
         let data = tokio::fs::File::open(self.file).await;
-        let data = data.map_err(|error| Error::invalid(format!("{}: {error}", self.attempt())))?;
+        let data = data.map_err(|error| Error::invalid(error.to_string()))?;
         if let Err(error) = libvirt.upload(&volume, bytes, data).await {
             // The volume has no mark; the next create uploads it anew.
             drop(libvirt.delete_volume(&volume).await);
-            return Err(fail(error));
+            return Err(error.into());
         }
         match libvirt.create_volume(pool, &xml::volume(self.mark, "raw", 0, None)).await {
             Err(error) if is_there(&error) => {}
-            made => drop(made.map_err(fail)?),
+            made => drop(made?),
         }
         tracing::info!(name, bytes, "image is in the pool");
         Ok(Some(volume))

@@ -3,15 +3,14 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
+use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes, unless_gone};
 use tokio::sync::broadcast;
 use tokio::time::{Instant, timeout};
 
 use crate::disks::DiskSource;
-use crate::refusal::refuse;
 use crate::rpc::calls::Domain;
 use crate::rpc::{Connection, DomainEvent, RpcError, code};
-use crate::xml::Disk;
+use crate::xml::{Disk, child};
 use crate::{LibvirtProvider, Shared, disks};
 
 /// Longest time for a guest to release a disk.
@@ -22,72 +21,52 @@ const LOOK: Duration = Duration::from_secs(2);
 #[async_trait]
 impl Volumes for LibvirtProvider {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
-        let attempt = format!("attach of disk {} to VM {id}", disk.volume);
-        self.shared.attach(id, disk, &attempt).await
+        let attached = self.shared.attach(id, disk).await;
+        attached.map_err(|error| error.during(format_args!("attach of disk {} to VM {id}", disk.volume)))
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
-        let attempt = format!("detach of disk {volume} from VM {id}");
-        match self.shared.detach(id, volume, &attempt).await {
-            Err(Error::NotFound { .. }) => Ok(()),
-            other => other,
-        }
+        unless_gone(self.shared.detach(id, volume).await)
+            .map_err(|error| error.during(format_args!("detach of disk {volume} from VM {id}")))
     }
 
     async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
-        let attempt = format!("growth of disk {} of VM {id}", disk.volume);
-        match self.shared.grown(id, disk, bytes, &attempt).await {
-            Err(Error::NotFound { .. }) => Ok(()),
-            other => other,
-        }
+        unless_gone(self.shared.grown(id, disk, bytes).await)
+            .map_err(|error| error.during(format_args!("growth of disk {} of VM {id}", disk.volume)))
     }
 }
 
 impl Shared {
-    async fn attach(
-        &self,
-        id: &InstanceId,
-        request: &DiskRequest,
-        attempt: &str,
-    ) -> Result<DiskIdentity, Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let domain = self.find(&libvirt, id, attempt).await?;
+    async fn attach(&self, id: &InstanceId, request: &DiskRequest) -> Result<DiskIdentity, Error> {
+        let libvirt = self.link.get().await?;
+        let domain = self.find(&libvirt, id).await?;
         let _turn = self.turns.lock(&domain.uuid).await;
         let identity = DiskIdentity::Serial(disks::serial(&request.volume));
-        let mut disk = self.disk(&libvirt, request, attempt).await?;
-        let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+        let mut disk = self.disk(&libvirt, request).await?;
+        let there = Disks::of(&libvirt, &domain).await?;
         if there.target_of(&disk.serial).is_some() {
             return Ok(identity);
         }
-        disk.target = there.free().ok_or_else(|| Error::Quota {
-            text: format!("{attempt}: it has as many disks as a VM can have"),
-        })?;
-        libvirt.attach(&domain, &disk.xml(false)).await.map_err(fail)?;
+        let full = || Error::Quota { text: "it has as many disks as a VM can have".to_owned() };
+        disk.target = there.free().ok_or_else(full)?;
+        libvirt.attach(&domain, &disk.xml(false)).await?;
         Ok(identity)
     }
 
     /// Tells QEMU the new size of a disk, because QEMU reads the size only once. The size is never less than the VM
     /// sees, or than a raw file has: the file would be cut.
-    async fn grown(
-        &self,
-        id: &InstanceId,
-        request: &DiskRequest,
-        bytes: u64,
-        attempt: &str,
-    ) -> Result<(), Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let domain = self.find(&libvirt, id, attempt).await?;
+    async fn grown(&self, id: &InstanceId, request: &DiskRequest, bytes: u64) -> Result<(), Error> {
+        let libvirt = self.link.get().await?;
+        let domain = self.find(&libvirt, id).await?;
         let _turn = self.turns.lock(&domain.uuid).await;
-        let disk = self.disk(&libvirt, request, attempt).await?;
-        let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+        let disk = self.disk(&libvirt, request).await?;
+        let there = Disks::of(&libvirt, &domain).await?;
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
-        let size = self.size_of(&libvirt, &disk, bytes).await.map_err(fail)?;
+        let size = self.size_of(&libvirt, &disk, bytes).await?;
         let (seen, kept_in) = match libvirt.disk_sizes(&domain, target).await {
             // A driver without disk sizes runs no guest that could see them.
             Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
-            sizes => sizes.map_err(fail)?,
+            sizes => sizes?,
         };
         let is_raw =
             disk.format == "raw" && matches!(disk.source, DiskSource::File(_) | DiskSource::Volume { .. });
@@ -95,7 +74,7 @@ impl Shared {
         if size <= seen {
             return Ok(());
         }
-        libvirt.resize_disk(&domain, target, size).await.map_err(fail)
+        libvirt.resize_disk(&domain, target, size).await.map_err(Error::from)
     }
 
     /// Returns the current size of a disk where it can be determined, else the requested one. A raw file is as large as
@@ -106,7 +85,7 @@ impl Shared {
             DiskSource::Volume { pool, name } if disk.format == "raw" => {
                 let pool = libvirt.pool(pool).await?;
                 match libvirt.volume(&pool, name).await? {
-                    Some(volume) => Ok(libvirt.volume_info(&volume).await?.capacity),
+                    Some(volume) => Ok(libvirt.volume_sizes(&volume).await?.0),
                     None => Ok(bytes),
                 }
             }
@@ -120,24 +99,23 @@ impl Shared {
         }
     }
 
-    async fn detach(&self, id: &InstanceId, volume: &str, attempt: &str) -> Result<(), Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        let libvirt = self.link.get().await.map_err(fail)?;
-        let domain = self.find(&libvirt, id, attempt).await?;
+    async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
+        let libvirt = self.link.get().await?;
+        let domain = self.find(&libvirt, id).await?;
         let _turn = self.turns.lock(&domain.uuid).await;
         let serial = disks::serial(volume);
         let mut events = libvirt.events();
         let deadline = Instant::now() + GIVE_BACK;
         loop {
-            let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
+            let there = Disks::of(&libvirt, &domain).await?;
             let Some(found) = there.0.iter().find(|disk| disk.serial == serial) else { return Ok(()) };
-            if libvirt.state(&domain).await.map_err(fail)?.is_off() {
+            if libvirt.state(&domain).await?.is_off() {
                 // An ended VM has no disks; its definition is deleted with it.
                 return Ok(());
             }
             if Instant::now() > deadline {
                 return Err(Error::transient(format!(
-                    "{attempt}: the guest has not given it back for {} s; is it mounted there?",
+                    "the guest has not given it back for {} s; is it mounted there?",
                     GIVE_BACK.as_secs()
                 )));
             }
@@ -151,7 +129,7 @@ impl Shared {
                 Err(error) if matches!(error.code(), Some(code::DEVICE_MISSING | code::INVALID_ARG)) => {
                     return Ok(());
                 }
-                other => other.map_err(fail)?,
+                other => other?,
             }
             // After any event, the next check shows the state.
             drop(timeout(LOOK, removed(&mut events, &domain, &found.alias)).await);
@@ -163,10 +141,7 @@ impl Shared {
 async fn removed(events: &mut broadcast::Receiver<DomainEvent>, domain: &Domain, device: &str) {
     loop {
         match events.recv().await {
-            Ok(
-                DomainEvent::DeviceRemoved { domain: of, alias }
-                | DomainEvent::DeviceKept { domain: of, alias },
-            ) if of.uuid == domain.uuid && alias == device => {
+            Ok(DomainEvent::Device { domain: of, alias }) if of.uuid == domain.uuid && alias == device => {
                 return;
             }
             Err(broadcast::error::RecvError::Closed) => return,
@@ -197,7 +172,7 @@ impl Disks {
             node.has_tag_name("disk") && node.parent().is_some_and(|parent| parent.has_tag_name("devices"))
         });
         let read = |disk: roxmltree::Node<'_, '_>| {
-            let child = |name: &str| disk.children().find(|node| node.has_tag_name(name));
+            let child = |name| child(disk, name);
             let serial = child("serial").and_then(|node| node.text()).unwrap_or_default().to_owned();
             let target =
                 child("target").and_then(|node| node.attribute("dev")).unwrap_or_default().to_owned();
@@ -217,7 +192,6 @@ impl Disks {
     }
 }
 
-/// See [`crate::read_anything`].
 pub(crate) fn read_anything(text: &str) {
     let disks = Disks::read(text);
     assert!(disks.free().is_none_or(|free| disks.0.iter().all(|disk| disk.target != free)));

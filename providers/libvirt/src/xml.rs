@@ -3,40 +3,37 @@
 use std::fmt::Write as _;
 
 use peerpod_provider_api::Confidential;
+use roxmltree::Node;
 
-use crate::config::{Firmware, Plug};
+use crate::config::{Firmware, LibvirtConfig, Plug};
 use crate::disks::{DiskServer, DiskSource};
-use crate::marks::Marks;
+use crate::marks::{Marks, VmNames, uuid_text};
 
 /// Architecture of all VMs.
 const ARCH: &str = "x86_64";
 
-/// Properties of one domain.
 pub(crate) struct Machine<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) uuid: &'a str,
+    pub(crate) identity: &'a VmNames,
     pub(crate) marks: &'a Marks,
     /// `kvm`, `qemu` or `test`.
     pub(crate) kind: &'a str,
-    pub(crate) machine: &'a str,
+    pub(crate) config: &'a LibvirtConfig,
     pub(crate) vcpus: u32,
     pub(crate) memory_mib: u64,
-    pub(crate) cpuset: Option<&'a str>,
-    pub(crate) start: Start<'a>,
+    pub(crate) start: &'a Start,
     /// Path of the file that fw_cfg shows.
-    pub(crate) fw_cfg: Option<&'a str>,
+    pub(crate) fw_cfg: Option<String>,
     /// Path of the file that the console is written to.
-    pub(crate) console: &'a str,
+    pub(crate) console: String,
     pub(crate) disks: &'a [Disk],
-    pub(crate) nics: &'a [(String, Plug)],
-    pub(crate) hotplug_ports: u32,
+    pub(crate) nics: Vec<(String, &'a Plug)>,
     pub(crate) confidential: Option<Confidential>,
 }
 
 /// Boot source, with paths on libvirtd's host.
-pub(crate) enum Start<'a> {
-    Kernel { kernel: &'a str, initrd: Option<&'a str>, cmdline: &'a str },
-    Disk { firmware: &'a Firmware },
+pub(crate) enum Start {
+    Kernel { kernel: String, initrd: Option<String>, cmdline: String },
+    Disk(Firmware),
     Nothing,
 }
 
@@ -49,6 +46,11 @@ pub(crate) struct Disk {
     /// Target device, like `vda`.
     pub(crate) target: String,
     pub(crate) read_only: bool,
+}
+
+/// Returns the first child element with this name.
+pub(crate) fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    node.children().find(|child| child.has_tag_name(name))
 }
 
 /// Escapes text for content and attributes.
@@ -77,23 +79,16 @@ macro_rules! add {
 impl Machine<'_> {
     pub(crate) fn xml(&self) -> String {
         let mut xml = String::new();
-        add!(
-            xml,
-            "<domain type='{}'>\n<name>{}</name>\n<uuid>{}</uuid>\n",
-            self.kind,
-            escape(self.name),
-            self.uuid
-        );
-        add!(xml, "<metadata>{}</metadata>\n", self.marks.xml());
+        let VmNames { name, uuid } = self.identity;
+        add!(xml, "<domain type='{}'>\n<name>{}</name>\n", self.kind, escape(name));
+        add!(xml, "<uuid>{}</uuid>\n<metadata>{}</metadata>\n", uuid_text(uuid), self.marks.xml());
         add!(xml, "<memory unit='MiB'>{}</memory>\n", self.memory_mib);
-        let cpuset = self.cpuset.map(|set| format!(" cpuset='{}'", escape(set))).unwrap_or_default();
+        let cpuset = self.config.cpuset.as_ref();
+        let cpuset = cpuset.map(|set| format!(" cpuset='{}'", escape(set))).unwrap_or_default();
         add!(xml, "<vcpu{cpuset}>{}</vcpu>\n", self.vcpus);
-        if self.fw_cfg.is_some() {
+        if let Some(path) = &self.fw_cfg {
             xml.push_str("<sysinfo type='fwcfg'>\n");
-            if let Some(path) = self.fw_cfg {
-                add!(xml, "<entry name='opt/io.peerpod/user-data' file='{}'/>\n", escape(path));
-            }
-            xml.push_str("</sysinfo>\n");
+            add!(xml, "<entry name='opt/io.peerpod/user-data' file='{}'/>\n</sysinfo>\n", escape(path));
         }
         self.os(&mut xml);
         if self.kind != "test" {
@@ -109,13 +104,13 @@ impl Machine<'_> {
     }
 
     fn os(&self, xml: &mut String) {
-        let efi = matches!(self.start, Start::Disk { firmware: Firmware::Efi });
+        let efi = matches!(self.start, Start::Disk(Firmware::Efi));
         add!(xml, "<os{}>", if efi { " firmware='efi'" } else { "" });
         match self.kind {
             "test" => xml.push_str("<type>hvm</type>"),
-            _ => add!(xml, "<type arch='{ARCH}' machine='{}'>hvm</type>", escape(self.machine)),
+            _ => add!(xml, "<type arch='{ARCH}' machine='{}'>hvm</type>", escape(&self.config.machine)),
         }
-        match &self.start {
+        match self.start {
             Start::Kernel { kernel, initrd, cmdline } => {
                 add!(xml, "<kernel>{}</kernel>", escape(kernel));
                 if let Some(initrd) = initrd {
@@ -123,16 +118,16 @@ impl Machine<'_> {
                 }
                 add!(xml, "<cmdline>{}</cmdline>", escape(cmdline));
             }
-            Start::Disk { firmware: Firmware::Loader(path) } => {
+            Start::Disk(Firmware::Loader(path)) => {
                 add!(xml, "<loader readonly='yes' type='pflash'>{}</loader>", escape(path));
             }
             // libvirt takes the first firmware that fits. That is often one with Microsoft's keys, which boots only
             // code that Microsoft has signed, and the image is not signed. The firmware of a confidential VM follows
             // from its technology.
-            Start::Disk { firmware: Firmware::Efi } if self.confidential.is_none() => {
+            Start::Disk(Firmware::Efi) if self.confidential.is_none() => {
                 xml.push_str("<firmware><feature enabled='no' name='secure-boot'/></firmware>");
             }
-            Start::Disk { .. } | Start::Nothing => {}
+            Start::Disk(_) | Start::Nothing => {}
         }
         if self.kind != "test" {
             xml.push_str("<bios useserial='no'/>");
@@ -146,25 +141,26 @@ impl Machine<'_> {
             xml.push_str("<controller type='usb' model='none'/>\n<memballoon model='none'/>\n");
             xml.push_str("<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n");
             // Only machines with PCI Express need ports for hotplug.
-            if self.machine.contains("q35") || self.machine.contains("virt") {
+            let machine = &self.config.machine;
+            if machine.contains("q35") || machine.contains("virt") {
                 xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
                 // The initial devices need such ports, too: the RNG, NICs and disks.
                 let taken = 1 + self.nics.len() + self.disks.len();
-                for _ in 0..self.hotplug_ports as usize + taken {
+                for _ in 0..self.config.hotplug_ports as usize + taken {
                     xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
                 }
             }
             add!(
                 xml,
                 "<serial type='file'><source path='{}' append='on'/><target port='0'/></serial>\n",
-                escape(self.console)
+                escape(&self.console)
             );
         }
         for (index, disk) in self.disks.iter().enumerate() {
-            let boots = index == 0 && matches!(self.start, Start::Disk { .. });
+            let boots = index == 0 && matches!(self.start, Start::Disk(_));
             xml.push_str(&disk.xml(boots));
         }
-        for (mac, plug) in self.nics {
+        for (mac, plug) in &self.nics {
             let (kind, name) = match plug {
                 Plug::Network(name) => ("network", name),
                 Plug::Bridge(name) => ("bridge", name),
@@ -181,18 +177,18 @@ impl Machine<'_> {
     }
 
     fn launch_security(&self, xml: &mut String) {
-        match self.confidential {
-            // Policy bits: no debugging; for SNP also SMT allowed (bit 16) and the reserved bit 17.
+        // Policy bits: no debugging; for SNP also SMT allowed (bit 16) and the reserved bit 17.
+        xml.push_str(match self.confidential {
             Some(Confidential::Sev) => {
-                xml.push_str("<launchSecurity type='sev'><policy>0x0001</policy></launchSecurity>\n");
+                "<launchSecurity type='sev'><policy>0x0001</policy></launchSecurity>\n"
             }
             Some(Confidential::SevSnp) => {
-                xml.push_str("<launchSecurity type='sev-snp'><policy>0x00030000</policy></launchSecurity>\n");
+                "<launchSecurity type='sev-snp'><policy>0x00030000</policy></launchSecurity>\n"
             }
-            Some(Confidential::Tdx) => xml.push_str("<launchSecurity type='tdx'/>\n"),
-            Some(Confidential::SecureExecution) => xml.push_str("<launchSecurity type='s390-pv'/>\n"),
-            None => {}
-        }
+            Some(Confidential::Tdx) => "<launchSecurity type='tdx'/>\n",
+            Some(Confidential::SecureExecution) => "<launchSecurity type='s390-pv'/>\n",
+            None => "",
+        });
     }
 }
 

@@ -1,10 +1,11 @@
 //! Settings `provider.local.*`. Reads configuration, touches nothing else.
 
-use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use peerpod_base::config::{Reader, Section};
 
 /// Largest packet of the VMs' networks, in bytes.
@@ -22,9 +23,9 @@ pub struct Network {
     /// Name of the bridge.
     pub bridge: String,
     /// IPv4 subnet; its first address belongs to the node.
-    pub subnet4: Subnet<Ipv4Addr>,
+    pub subnet4: Ipv4Net,
     /// IPv6 subnet; its first address belongs to the node.
-    pub subnet6: Subnet<Ipv6Addr>,
+    pub subnet6: Ipv6Net,
 }
 
 /// Settings of the provider.
@@ -62,8 +63,8 @@ impl LocalConfig {
         let helper_binary = program("helper-binary", "peerpod-local-vm");
         let guest_binary = program("guest-binary", "peerpod-guest");
         let agent_binary = program("agent-binary", "peerpod-test-agent");
-        let network = Network::read(&mut section, &FIRST);
-        let second = Network::read(&mut section, &SECOND);
+        let network = Network::read(&mut section, FIRST);
+        let second = Network::read(&mut section, SECOND);
         let mtu = section.constant("mtu", "MTU", MTU);
         let ipv4 = section.constant("ipv4", "IPV4", IPV4);
         let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
@@ -92,42 +93,46 @@ impl LocalConfig {
     }
 }
 
-/// Constants of a network, each with its key and its name.
-struct Constants {
-    bridge: Constant,
-    subnet4: Constant,
-    subnet6: Constant,
-}
-
 /// Key, name and value.
 type Constant = (&'static str, &'static str, &'static str);
 
-const FIRST: Constants = Constants {
-    bridge: ("bridge", "FIRST.bridge", "pplocal0"),
-    subnet4: ("subnet4", "FIRST.subnet4", "10.99.0.0/16"),
-    subnet6: ("subnet6", "FIRST.subnet6", "fd99::/64"),
-};
+/// Bridge, IPv4 subnet and IPv6 subnet of a network.
+type Constants = [Constant; 3];
 
-const SECOND: Constants = Constants {
-    bridge: ("second-bridge", "SECOND.bridge", "pplocal1"),
-    subnet4: ("second-subnet4", "SECOND.subnet4", "10.98.0.0/16"),
-    subnet6: ("second-subnet6", "SECOND.subnet6", "fd98::/64"),
-};
+const FIRST: Constants = [
+    ("bridge", "FIRST.bridge", "pplocal0"),
+    ("subnet4", "FIRST.subnet4", "10.99.0.0/16"),
+    ("subnet6", "FIRST.subnet6", "fd99::/64"),
+];
+
+const SECOND: Constants = [
+    ("second-bridge", "SECOND.bridge", "pplocal1"),
+    ("second-subnet4", "SECOND.subnet4", "10.98.0.0/16"),
+    ("second-subnet6", "SECOND.subnet6", "fd98::/64"),
+];
 
 impl Network {
-    fn read(section: &mut Section<'_>, constants: &Constants) -> Network {
-        let (key, name, value) = constants.bridge;
-        let bridge = section.constant(key, name, value.to_owned());
+    fn read(section: &mut Section<'_>, [(key, name, bridge), subnet4, subnet6]: Constants) -> Network {
         Network {
-            bridge,
-            subnet4: Subnet::read(section, constants.subnet4),
-            subnet6: Subnet::read(section, constants.subnet6),
+            bridge: section.constant(key, name, bridge.to_owned()),
+            subnet4: subnet(section, subnet4),
+            subnet6: subnet(section, subnet6),
         }
     }
 
+    /// Returns the IPv4 address with this host part; 1 is the node.
+    pub(crate) fn v4(&self, index: u32) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.subnet4.network().to_bits() | index)
+    }
+
+    /// Returns the IPv6 address with this host part; 1 is the node.
+    pub(crate) fn v6(&self, index: u32) -> Ipv6Addr {
+        Ipv6Addr::from_bits(self.subnet6.network().to_bits() | u128::from(index))
+    }
+
     /// Number of address bits in the smaller subnet that distinguish VMs.
-    fn bits(&self) -> u32 {
-        (32 - u32::from(self.subnet4.prefix)).min(128 - u32::from(self.subnet6.prefix))
+    fn bits(&self) -> u8 {
+        (32 - self.subnet4.prefix_len()).min(128 - self.subnet6.prefix_len())
     }
 }
 
@@ -137,83 +142,27 @@ fn beside_us(name: &str) -> PathBuf {
     us.parent().unwrap_or(Path::new("/usr/bin")).join(name)
 }
 
-/// Network address without host bits, and the length of its prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Subnet<A> {
-    /// Address of the network.
-    pub base: A,
-    /// Length of the network part, in bits.
-    pub prefix: u8,
+fn subnet<N: FromStr + Copy + Into<IpNet>>(section: &mut Section<'_>, (key, name, value): Constant) -> N {
+    let text = section.constant(key, name, value.to_owned());
+    parse(&text, value).unwrap_or_else(|why| {
+        section.mistake(key, why);
+        // Nothing is started with a mistake, so any value works.
+        parse(value, value).expect("the constant is a subnet")
+    })
 }
 
-impl<A: Family> Subnet<A> {
-    fn read(section: &mut Section<'_>, (key, name, value): Constant) -> Subnet<A> {
-        let text = section.constant(key, name, value.to_owned());
-        Subnet::parse(&text).unwrap_or_else(|why| {
-            section.mistake(key, why);
-            // Nothing is started with a mistake, so any value works.
-            Subnet { base: A::from_number(0), prefix: 8 }
-        })
+/// Parses a subnet without host bits, with space for at least two VMs. An error contains the example.
+fn parse<N: FromStr + Copy + Into<IpNet>>(text: &str, example: &str) -> Result<N, String> {
+    let subnet: N = text.parse().map_err(|_| format!("not a subnet; write it like {example}"))?;
+    let any: IpNet = subnet.into();
+    let longest = any.max_prefix_len() - 2;
+    if !(8..=longest).contains(&any.prefix_len()) {
+        return Err(format!("a prefix of 8 to {longest} bits is needed; write it like {example}"));
     }
-
-    /// Parses `base/prefix` with space for at least two VMs.
-    ///
-    /// # Errors
-    /// The reason why the text is no such subnet, with an example.
-    pub fn parse(text: &str) -> Result<Subnet<A>, String> {
-        let example = A::EXAMPLE;
-        let parsed = text.split_once('/').and_then(|(base, prefix)| {
-            Some(Subnet { base: base.parse::<A>().ok()?, prefix: prefix.parse().ok()? })
-        });
-        let Some(subnet) = parsed else { return Err(format!("not a subnet; write it like {example}")) };
-        if subnet.prefix < 8 || subnet.prefix > A::BITS - 2 {
-            return Err(format!("a prefix of 8 to {} bits is needed; write it like {example}", A::BITS - 2));
-        }
-        let hosts = (1u128 << (A::BITS - subnet.prefix)) - 1;
-        if subnet.base.bits() & hosts != 0 {
-            return Err(format!("there are bits set behind the prefix; write it like {example}"));
-        }
-        Ok(subnet)
+    if any.addr() != any.network() {
+        return Err(format!("there are bits set behind the prefix; write it like {example}"));
     }
-
-    /// Returns the address with this host part; 1 is the node.
-    pub fn address(&self, index: u32) -> A {
-        A::from_number(self.base.bits() | u128::from(index))
-    }
-}
-
-/// Common operations of IPv4 and IPv6 addresses.
-pub trait Family: Copy + fmt::Display + std::str::FromStr + Into<IpAddr> {
-    /// Bits of an address.
-    const BITS: u8;
-    /// Example of a subnet in this family.
-    const EXAMPLE: &'static str;
-    /// Returns the address as a number.
-    fn bits(self) -> u128;
-    /// Returns the address with this number. The caller ensures that it fits.
-    fn from_number(number: u128) -> Self;
-}
-
-impl Family for Ipv4Addr {
-    const BITS: u8 = 32;
-    const EXAMPLE: &'static str = "10.99.0.0/16";
-    fn bits(self) -> u128 {
-        u128::from(self.to_bits())
-    }
-    fn from_number(number: u128) -> Ipv4Addr {
-        Ipv4Addr::from_bits(number as u32)
-    }
-}
-
-impl Family for Ipv6Addr {
-    const BITS: u8 = 128;
-    const EXAMPLE: &'static str = "fd99::/64";
-    fn bits(self) -> u128 {
-        self.to_bits()
-    }
-    fn from_number(number: u128) -> Ipv6Addr {
-        Ipv6Addr::from_bits(number)
-    }
+    Ok(subnet)
 }
 
 #[cfg(test)]
@@ -222,13 +171,16 @@ mod tests {
 
     #[test]
     fn subnets_are_checked() {
-        let subnet = Subnet::<Ipv4Addr>::parse("10.99.0.0/16").unwrap();
-        assert_eq!(subnet.address(1), Ipv4Addr::new(10, 99, 0, 1));
-        assert_eq!(subnet.address(300), Ipv4Addr::new(10, 99, 1, 44));
-        let subnet = Subnet::<Ipv6Addr>::parse("fd99::/64").unwrap();
-        assert_eq!(subnet.address(0x102).to_string(), "fd99::102");
+        let network = Network {
+            bridge: String::new(),
+            subnet4: parse("10.99.0.0/16", "").unwrap(),
+            subnet6: parse("fd99::/64", "").unwrap(),
+        };
+        assert_eq!(network.v4(1), Ipv4Addr::new(10, 99, 0, 1));
+        assert_eq!(network.v4(300), Ipv4Addr::new(10, 99, 1, 44));
+        assert_eq!(network.v6(0x102).to_string(), "fd99::102");
         for bad in ["", "10.99.0.0", "10.99.0.1/16", "10.0.0.0/31", "0.0.0.0/0", "fd99::/64", "10.99.0.0/x"] {
-            assert!(Subnet::<Ipv4Addr>::parse(bad).is_err(), "{bad}");
+            assert!(parse::<Ipv4Net>(bad, "").is_err(), "{bad}");
         }
     }
 }

@@ -48,7 +48,7 @@ impl Shared {
         }
         let (mut made, mut failed) = (Vec::new(), None);
         while let Some(done) = work.join_next().await {
-            match done.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}")))) {
+            match done.unwrap_or_else(|error| Err(Error::transient(error.to_string()))) {
                 Ok(created) => made.push(created),
                 // A transient error takes precedence, because a repeated call can still make all VMs.
                 Err(error) => match failed {
@@ -87,21 +87,17 @@ impl Shared {
                 self.begin(&id, &request, digest, &key).await?
             }
             VmStatus::Unreadable(why) => {
-                return Err(Error::invalid(format!("create of {}: {why}; delete VM {id}", request.name)));
+                return Err(Error::invalid(format!("{why}; delete VM {id}")));
             }
             VmStatus::Deleting(_) => {
-                return Err(Error::transient(format!(
-                    "create of {}: VM {id} is being deleted",
-                    request.name
-                )));
+                return Err(Error::transient(format!("VM {id} is being deleted")));
             }
-            VmStatus::Pending(Some(record)) => same(&record, &digest, &request)?,
+            VmStatus::Pending(Some(record)) => same(record, &digest)?,
             // `addresses` reports the end of the VM; the answer to this key stays the same.
             VmStatus::Running(record) => {
-                let record = same(&record, &digest, &request)?;
-                return self.attached(&id, &record, request.disks).await;
+                return self.attached(&id, &same(record, &digest)?, request.disks).await;
             }
-            VmStatus::Ended(record, _) => return Ok(created(&id, &same(&record, &digest, &request)?)),
+            VmStatus::Ended(record, _) => return Ok(created(&id, &same(record, &digest)?)),
         };
         self.ensure_networks(request.second_nic).await?;
         let disks = request.disks.clone();
@@ -140,8 +136,7 @@ impl Shared {
             let index = free_index(self.config.room(), &key.sha256(), |index| taken.contains_key(&index));
             let Some(index) = index else {
                 let offering = format!("addresses of {}", self.config.network.bridge);
-                let text =
-                    "create: all addresses of the local network are taken; delete VMs or set larger subnets";
+                let text = "all addresses of the local network are taken; delete VMs or set larger subnets";
                 return Err(Error::capacity(offering, text));
             };
             taken.insert(index, id.clone());
@@ -154,15 +149,15 @@ impl Shared {
             request: digest,
             name: request.name.clone(),
             index,
-            v4: self.config.ipv4.then(|| self.config.network.subnet4.address(index)),
-            v6: network::has_v6().then(|| self.config.network.subnet6.address(index)),
+            v4: self.config.ipv4.then(|| self.config.network.v4(index)),
+            v6: network::has_v6().then(|| self.config.network.v6(index)),
             created_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
             deleting: false,
         };
         let (store, written, vm) = (self.store.clone(), record.clone(), id.clone());
-        let begun =
-            blocking(move || store.begin(&vm, &written).map_err(|error| disk("write a VM's record", &error)));
-        if let Err(error) = begun.await {
+        let begin =
+            move || store.begin(&vm, &written).map_err(|error| disk(error).during("write the VM's record"));
+        if let Err(error) = blocking(begin).await {
             // Nothing was made; if the directory exists, `list_owned` shows the VM.
             self.network.lock().await.remove(&index);
             return Err(error);
@@ -190,27 +185,22 @@ impl Shared {
     /// Starts the hypervisor process and waits for its answer.
     async fn launch(&self, id: &InstanceId, record: &VmRecord, request: CreateRequest) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
-        let description = self.describe(id, record, request);
-        let description = serde_json::to_vec(&description).map_err(|error| {
-            Error::invalid(format!("create of {}: describe the VM: {error}", record.name))
-        })?;
+        let description = serde_json::to_vec(&self.describe(id, record, request))
+            .map_err(|error| Error::invalid(format!("describe the VM: {error}")))?;
+        let late = || Error::transient(format!("the VM is not made after {} s", PATIENCE.as_secs()));
         loop {
             let answer = tokio::time::timeout_at(deadline.into(), self.ask(id, &description)).await;
-            match answer.unwrap_or_else(|_| Err(late(record)))? {
+            match answer.unwrap_or_else(|_| Err(late()))? {
                 LaunchAnswer::Running => return Ok(()),
-                LaunchAnswer::Failed { text, transient: true } => {
-                    return Err(Error::transient(format!("create of {}: {text}", record.name)));
-                }
-                LaunchAnswer::Failed { text, transient: false } => {
-                    return Err(Error::invalid(format!("create of {}: {text}", record.name)));
-                }
+                LaunchAnswer::Failed { text, transient: true } => return Err(Error::transient(text)),
+                LaunchAnswer::Failed { text, transient: false } => return Err(Error::invalid(text)),
                 // The hypervisor process of an earlier call or of an earlier node is making the VM.
                 LaunchAnswer::Busy => {
                     if !matches!(self.status(id)?, VmStatus::Pending(_)) {
                         return Ok(());
                     }
                     if Instant::now() > deadline {
-                        return Err(late(record));
+                        return Err(late());
                     }
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -219,9 +209,8 @@ impl Shared {
     }
 
     async fn ask(&self, id: &InstanceId, description: &[u8]) -> Result<LaunchAnswer, Error> {
-        let helper = self.config.helper_binary.display().to_string();
-        let failed =
-            |error: std::io::Error| Error::transient(format!("create of VM {id}: run {helper}: {error}"));
+        let helper = self.config.helper_binary.display();
+        let failed = |error: std::io::Error| Error::transient(format!("run {helper}: {error}"));
         let log = self.store.dir(id).join("hypervisor.log");
         let log = File::options().create(true).append(true).mode(0o600).open(log).map_err(failed)?;
         let mut child = Command::new(&self.config.helper_binary)
@@ -232,11 +221,9 @@ impl Shared {
             .stderr(log)
             .spawn()
             .map_err(failed)?;
-        let pipes = (child.stdin.take(), child.stdout.take());
+        let pipes = child.stdin.take().zip(child.stdout.take());
         reap(child);
-        let (Some(mut input), Some(output)) = pipes else {
-            return Err(Error::transient(format!("create of VM {id}: run {helper}: no pipes")));
-        };
+        let (mut input, output) = pipes.ok_or_else(|| failed(std::io::Error::other("no pipes")))?;
         // If the process ended already, its answer has the reason.
         let told = input.write_all(description).await;
         drop(input);
@@ -245,14 +232,11 @@ impl Shared {
         output.read_line(&mut line).await.map_err(failed)?;
         if line.is_empty() {
             told.map_err(failed)?;
-            let log = "see hypervisor.log in the VM's directory";
-            return Err(Error::transient(format!(
-                "create of VM {id}: {helper} ended without an answer; {log}"
-            )));
+            let why = "it ended without an answer; see hypervisor.log in the VM's directory";
+            return Err(failed(std::io::Error::other(why)));
         }
-        serde_json::from_str(&line).map_err(|error| {
-            Error::invalid(format!("create of VM {id}: {helper} returned an unreadable answer: {error}"))
-        })
+        serde_json::from_str(&line)
+            .map_err(|error| Error::invalid(format!("run {helper}: its answer is unreadable: {error}")))
     }
 
     fn describe(&self, id: &InstanceId, record: &VmRecord, request: CreateRequest) -> Description {
@@ -289,7 +273,7 @@ fn reap(mut child: Child) {
 /// Returns the VM's id. It is the same for the same key, so that a repeated create finds the VM of an earlier one.
 pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
     let hash: String = hex::encode(&key.sha256()[..16]);
-    InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
+    Ok(InstanceId::new(format!("local-{hash}"))?)
 }
 
 /// Returns a free number from 2 (1 is the node) to below `room`. The search starts at a position derived from the key's
@@ -301,23 +285,18 @@ fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option
     (0..usable).map(|step| 2 + (start + step) % usable).find(|index| !taken(*index))
 }
 
-fn same(record: &VmRecord, digest: &str, request: &CreateRequest) -> Result<VmRecord, Error> {
-    if record.request != digest {
-        let (name, first) = (&request.name, &record.name);
-        return Err(Error::key_reused(format!(
-            "create of {name}: its key was used before with another request (for {first}); use a new key"
-        )));
+/// Refuses a key that came with another request before.
+fn same(record: VmRecord, digest: &str) -> Result<VmRecord, Error> {
+    if record.request == digest {
+        return Ok(record);
     }
-    Ok(record.clone())
+    let first = &record.name;
+    let text = format!("its key was used before with another request (for {first}); use a new key");
+    Err(Error::key_reused(text))
 }
 
 fn created(id: &InstanceId, record: &VmRecord) -> Created {
     Created { id: id.clone(), addresses: addresses(record), instance_type: None, disks: Vec::new() }
-}
-
-fn late(record: &VmRecord) -> Error {
-    let seconds = PATIENCE.as_secs();
-    Error::transient(format!("create of {}: the VM is not made after {seconds} s", record.name))
 }
 
 /// Converts a name to a valid host name.

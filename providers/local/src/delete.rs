@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use peerpod_common::backoff::Backoff;
-use peerpod_provider_api::{Error, InstanceId};
+use peerpod_provider_api::{Error, InstanceId, detached};
 use tokio::task::JoinHandle;
 use tracing::Instrument;
 
@@ -23,15 +23,11 @@ const SLOW: Duration = Duration::from_secs(10);
 
 impl Shared {
     pub(crate) async fn delete(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
-        let marking = Arc::clone(&self);
-        let vm = id.clone();
-        // In a separate task, because the caller may drop this future.
-        let marked = tokio::spawn(async move { marking.mark(&vm).await }).await;
-        if !marked.unwrap_or_else(|error| Err(Error::transient(format!("delete of VM {id}: {error}"))))? {
-            return Ok(());
+        let (marking, vm) = (Arc::clone(&self), id.clone());
+        if detached(async move { marking.mark(&vm).await }).await? {
+            // A timeout is fine: the mark is on disk and the work continues.
+            drop(tokio::time::timeout(COURTESY, self.finish_later(id)).await);
         }
-        // A timeout is fine: the mark is on disk and the work continues.
-        drop(tokio::time::timeout(COURTESY, self.finish_later(id)).await);
         Ok(())
     }
 
@@ -45,10 +41,8 @@ impl Shared {
             VmStatus::Pending(Some(record)) | VmStatus::Running(record) | VmStatus::Ended(record, _) => {
                 let (store, vm) = (self.store.clone(), id.clone());
                 let record = crate::VmRecord { deleting: true, ..record };
-                blocking(move || {
-                    store.write(&vm, &record).map_err(|error| disk("mark a VM as deleted", &error))
-                })
-                .await?;
+                let mark = move || store.write(&vm, &record);
+                blocking(move || mark().map_err(|error| disk(error).during("mark it as deleted"))).await?;
                 Ok(true)
             }
         }
@@ -84,7 +78,7 @@ impl Shared {
                 links.try_for_each(|link| network::remove(&mut client, &link))
             });
             gone.map_err(|error| Error::transient(error.to_string()))?;
-            let removed = store.remove(&vm).map_err(|error| disk("remove a VM's directory", &error));
+            let removed = store.remove(&vm).map_err(|error| disk(error).during("remove its directory"));
             drop(lock);
             removed
         })
@@ -101,7 +95,7 @@ impl Shared {
         &self,
         id: &InstanceId,
     ) -> Result<Option<nix::fcntl::Flock<std::fs::File>>, Error> {
-        let failed = |error: std::io::Error| disk(&format!("end the processes of VM {id}"), &error);
+        let failed = |error| disk(error).during("end its processes");
         let boot = boot_id().map_err(failed)?;
         let start = Instant::now();
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(100));

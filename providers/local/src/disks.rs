@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use peerpod_common::files;
 use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Error, InstanceId, Volumes};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -38,6 +39,12 @@ struct Taken {
     vms: Vec<String>,
 }
 
+impl Taken {
+    fn is_with(&self, id: &InstanceId) -> bool {
+        self.vms.iter().any(|vm| vm == id.as_str())
+    }
+}
+
 #[async_trait]
 impl Volumes for LocalProvider {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
@@ -45,55 +52,59 @@ impl Volumes for LocalProvider {
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
-        let shared = Arc::clone(&self.shared);
-        let (id, volume) = (id.clone(), volume.to_owned());
-        let _turn = self.shared.disks.lock().await;
-        blocking(move || shared.detach_now(&id, &volume)).await
+        let (vm, disk) = (id.clone(), volume.to_owned());
+        let detached = Arc::clone(&self.shared).with_disks(move |shared| shared.detach_now(&vm, &disk)).await;
+        detached.map_err(|error| error.during(format_args!("detach of {volume} from local VM {id}")))
     }
 
     async fn grown(&self, id: &InstanceId, disk: &DiskRequest, _bytes: u64) -> Result<(), Error> {
-        let shared = Arc::clone(&self.shared);
-        let (id, volume) = (id.clone(), disk.volume.clone());
-        let _turn = self.shared.disks.lock().await;
-        blocking(move || shared.grown_now(&id, &volume)).await
+        let (vm, volume) = (id.clone(), disk.volume.clone());
+        let grown = Arc::clone(&self.shared).with_disks(move |shared| shared.grown_now(&vm, &volume)).await;
+        grown.map_err(|error| error.during(format_args!("growth of {} of local VM {id}", disk.volume)))
     }
 }
 
 impl Shared {
+    /// Runs work that changes disks: one at a time, on a thread that may block.
+    async fn with_disks<T: Send + 'static>(
+        self: Arc<Shared>,
+        work: impl FnOnce(&Shared) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let shared = Arc::clone(&self);
+        let _turn = self.disks.lock().await;
+        blocking(move || work(&shared)).await
+    }
+
     /// Attaches the disk, or finds it attached.
     pub(crate) async fn attach(
         self: Arc<Shared>,
         id: InstanceId,
         disk: DiskRequest,
     ) -> Result<DiskIdentity, Error> {
-        let shared = Arc::clone(&self);
-        let _turn = self.disks.lock().await;
-        blocking(move || shared.attach_now(&id, &disk)).await
+        let attempt = format!("attach of {} to local VM {id}", disk.volume);
+        let attached = self.with_disks(move |shared| shared.attach_now(&id, &disk)).await;
+        attached.map_err(|error| error.during(attempt))
     }
 
     fn attach_now(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
-        let what = format!("attach of {} to local VM {id}", disk.volume);
         match self.status(id)? {
             VmStatus::Running(_) => {}
-            VmStatus::Pending(_) => {
-                return Err(Error::transient(format!("{what}: the VM is still being made")));
-            }
-            VmStatus::Unreadable(why) => return Err(Error::invalid(format!("{what}: {why}"))),
+            VmStatus::Pending(_) => return Err(Error::transient("the VM is still being made")),
+            VmStatus::Unreadable(why) => return Err(Error::invalid(why)),
             VmStatus::Absent | VmStatus::Ended(..) | VmStatus::Deleting(_) => {
-                return Err(Error::not_found(format!("{what}: there is no such VM, or it has ended")));
+                return Err(Error::not_found("there is no such VM, or it has ended"));
             }
         }
-        let file = self.file(&disk.volume).map_err(|why| Error::not_found(format!("{what}: {why}")))?;
-        self.refuse_second_name(&what, &disk.volume, &file)?;
+        let file = self.file(&disk.volume).map_err(Error::not_found)?;
+        self.refuse_second_name(&disk.volume, &file)?;
         let path = self.taken_path(&disk.volume);
-        let mut taken = match read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? {
+        let mut taken = match read_json::<Taken>(&path).map_err(failed)? {
             Some(taken) => taken,
             None => {
                 // The record is written before the device is made, so this device belongs to another program.
                 if let Some(number) = loops_of(&file).map_err(Error::transient)?.first() {
-                    return Err(Error::transient(format!(
-                        "{what}: it is in use on this machine, as /dev/loop{number}"
-                    )));
+                    let why = format!("it is in use on this machine, as /dev/loop{number}");
+                    return Err(Error::transient(why));
                 }
                 Taken {
                     version: VERSION,
@@ -106,28 +117,27 @@ impl Shared {
         };
         let others = taken.vms.iter().any(|vm| vm != id.as_str());
         if others && !(taken.read_only && disk.read_only) {
-            return Err(Error::transient(format!("{what}: VM {} has it", taken.vms.join(", "))));
+            return Err(Error::transient(format!("VM {} has it", taken.vms.join(", "))));
         }
         if !others {
             taken.read_only = disk.read_only;
         }
-        if !taken.vms.iter().any(|vm| vm == id.as_str()) {
+        if !taken.is_with(id) {
             taken.vms.push(id.to_string());
         }
-        write_json(&path, &taken).map_err(|error| failed(&what, &error))?;
-        let number =
-            loop_device(&file, taken.read_only).map_err(|why| Error::transient(format!("{what}: {why}")))?;
+        write_json(&path, &taken).map_err(failed)?;
+        let number = loop_device(&file, taken.read_only).map_err(Error::transient)?;
         let name = name_of(&disk.volume);
-        self.show(id, number, &name).map_err(|error| failed(&what, &error))?;
+        self.show(id, number, &name).map_err(failed)?;
         Ok(DiskIdentity::ById(name))
     }
 
     /// Refuses a file that is attached by another name: a file can have several names, but only one writer.
-    fn refuse_second_name(&self, what: &str, volume: &str, file: &Path) -> Result<(), Error> {
-        let all = self.taken().map_err(|error| failed(what, &error))?;
+    fn refuse_second_name(&self, volume: &str, file: &Path) -> Result<(), Error> {
+        let all = self.taken().map_err(failed)?;
         match all.into_iter().find(|taken| taken.file == file && taken.volume != volume) {
             Some(other) => Err(Error::transient(format!(
-                "{what}: the same file is attached as {}, to VM {}",
+                "the same file is attached as {}, to VM {}",
                 other.volume,
                 other.vms.join(", ")
             ))),
@@ -144,7 +154,7 @@ impl Shared {
             found.file_type().is_block_device() && found.rdev() == makedev(LOOP, number)
         };
         if !there.as_ref().is_ok_and(right) {
-            gone(fs::remove_file(dev.join(&node)))?;
+            files::remove(&dev.join(&node))?;
             let mode = Mode::S_IRUSR | Mode::S_IWUSR;
             mknod(&dev.join(&node), SFlag::S_IFBLK, mode, makedev(LOOP, number))?;
         }
@@ -152,7 +162,7 @@ impl Shared {
         fs::create_dir_all(&names)?;
         let target = Path::new("../..").join(&node);
         if fs::read_link(names.join(name)).ok().as_ref() != Some(&target) {
-            gone(fs::remove_file(names.join(name)))?;
+            files::remove(&names.join(name))?;
             symlink(target, names.join(name))?;
         }
         Ok(())
@@ -160,28 +170,15 @@ impl Shared {
 
     /// Makes the kernel read the new length of the file, which it does only on request.
     fn grown_now(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
-        let what = format!("growth of {volume} of local VM {id}");
-        let taken: Option<Taken> =
-            read_json(&self.taken_path(volume)).map_err(|error| failed(&what, &error))?;
-        let Some(taken) = taken.filter(|taken| taken.vms.iter().any(|vm| vm == id.as_str())) else {
-            return Ok(());
-        };
+        let Some(taken) = self.taken_by(id, volume)? else { return Ok(()) };
         for number in loops_of(&taken.file).map_err(Error::transient)? {
-            losetup(&["--set-capacity", &format!("/dev/loop{number}")])
-                .map_err(|why| Error::transient(format!("{what}: {why}")))?;
+            losetup(&["--set-capacity", &format!("/dev/loop{number}")]).map_err(Error::transient)?;
         }
         Ok(())
     }
 
     fn detach_now(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
-        let what = format!("detach of {volume} from local VM {id}");
-        let path = self.taken_path(volume);
-        let Some(mut taken) = read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? else {
-            return Ok(());
-        };
-        if !taken.vms.iter().any(|vm| vm == id.as_str()) {
-            return Ok(());
-        }
+        let Some(mut taken) = self.taken_by(id, volume)? else { return Ok(()) };
         let last = taken.vms.len() == 1;
         if last && let Some(number) = loops_of(&taken.file).map_err(Error::transient)?.first().copied() {
             let run = losetup(&["--detach", &format!("/dev/loop{number}")]);
@@ -189,32 +186,35 @@ impl Shared {
             // The kernel releases the device when its last user does.
             if still {
                 let why = run.err().unwrap_or_else(|| "it is in use, is it mounted?".to_owned());
-                return Err(Error::transient(format!("{what}: {why}")));
+                return Err(Error::transient(why));
             }
         }
         if let Ok(Some(dev)) = self.dev_of(id) {
             let link = dev.join("disk/by-id").join(name_of(volume));
-            gone(fs::remove_file(link)).map_err(|error| failed(&what, &error))?;
+            files::remove(&link).map_err(failed)?;
         }
         taken.vms.retain(|vm| vm != id.as_str());
-        let written =
-            if taken.vms.is_empty() { gone(fs::remove_file(&path)) } else { write_json(&path, &taken) };
-        written.map_err(|error| failed(&what, &error))
+        let path = self.taken_path(volume);
+        let written = if taken.vms.is_empty() { files::remove(&path) } else { write_json(&path, &taken) };
+        written.map_err(failed)
     }
 
     /// Detaches all disks of a VM that has no processes left. Its mounts go with its mount namespace, a little later.
     pub(crate) async fn detach_all(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
-        let shared = Arc::clone(&self);
-        let _turn = self.disks.lock().await;
-        blocking(move || {
-            let all = shared.taken().map_err(|error| failed("list the disks", &error))?;
-            let ours = all.into_iter().filter(|taken| taken.vms.iter().any(|vm| vm == id.as_str()));
-            for taken in ours {
-                shared.detach_now(&id, &taken.volume)?;
-            }
-            Ok(())
+        self.with_disks(move |shared| {
+            let all = shared.taken().map_err(failed)?;
+            all.iter().filter(|taken| taken.is_with(&id)).try_for_each(|taken| {
+                let detached = shared.detach_now(&id, &taken.volume);
+                detached.map_err(|error| error.during(format_args!("detach of {}", taken.volume)))
+            })
         })
         .await
+    }
+
+    /// Returns the record of a disk that the VM has.
+    fn taken_by(&self, id: &InstanceId, volume: &str) -> Result<Option<Taken>, Error> {
+        let taken: Option<Taken> = read_json(&self.taken_path(volume)).map_err(failed)?;
+        Ok(taken.filter(|taken| taken.is_with(id)))
     }
 
     fn taken(&self) -> io::Result<Vec<Taken>> {
@@ -239,12 +239,8 @@ impl Shared {
     /// Checks that all disks of the request exist, before a VM is made for them.
     pub(crate) fn look_for_disks(&self, request: &CreateRequest) -> Result<(), Error> {
         for disk in &request.disks {
-            self.file(&disk.volume).map_err(|why| {
-                Error::not_found(format!(
-                    "create of {}: there is no disk {}: {why}",
-                    request.name, disk.volume
-                ))
-            })?;
+            self.file(&disk.volume)
+                .map_err(|why| Error::not_found(format!("there is no disk {}: {why}", disk.volume)))?;
         }
         Ok(())
     }
@@ -329,13 +325,6 @@ fn losetup(arguments: &[&str]) -> Result<String, String> {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     Err(format!("losetup {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
-}
-
-fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ use peerpod_common::backoff::Backoff;
 use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey,
-    InstanceId, Owned, OwnedState, Preflight, Provider,
+    InstanceId, Owned, OwnedState, Preflight, Provider, detached,
 };
 use tokio::sync::Mutex;
 
@@ -85,29 +85,25 @@ impl LocalProvider {
         let deadline = Instant::now() + handover;
         let dir = config.state_dir.display();
         let (store, lock) = loop {
-            let opened = VmStore::open(&config.state_dir);
-            match opened
-                .map_err(|error| Error::invalid(format!("open the local provider's state {dir}: {error}")))?
-            {
-                (store, Some(lock)) => break (store, lock),
-                _ if Instant::now() > deadline => {
-                    let text = "another process uses it; end that one or set another paths.state-dir";
-                    return Err(Error::invalid(format!("open the local provider's state {dir}: {text}")));
+            let why = match VmStore::open(&config.state_dir) {
+                Ok((store, Some(lock))) => break (store, lock),
+                Ok(_) if Instant::now() <= deadline => {
+                    std::thread::sleep(Duration::from_millis(20));
+                    continue;
                 }
-                _ => std::thread::sleep(Duration::from_millis(20)),
-            }
+                Ok(_) => "another process uses it; end that one or set another paths.state-dir".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            return Err(Error::invalid(format!("open the local provider's state {dir}: {why}")));
         };
         let mut taken = HashMap::new();
-        for id in store.list().map_err(|error| disk("list the VMs", &error))? {
-            match store.status(&id).map_err(|error| disk("look at a VM", &error))? {
-                VmStatus::Unreadable(why) => {
-                    tracing::warn!(instance = %id, "local VM's record cannot be read: {why}")
-                }
-                status => {
-                    let record = record_of(&status);
-                    taken.extend(record.map(|record| (record.index, id)));
-                }
+        let failed = |error| disk(error).during("find the local VMs");
+        for id in store.list().map_err(failed)? {
+            let status = store.status(&id).map_err(failed)?;
+            if let VmStatus::Unreadable(why) = &status {
+                tracing::warn!(instance = %id, "local VM's record cannot be read: {why}");
             }
+            taken.extend(record_of(&status).map(|record| (record.index, id)));
         }
         Ok(LocalProvider {
             shared: Arc::new(Shared {
@@ -143,7 +139,7 @@ impl Provider for LocalProvider {
         let shared = Arc::clone(&self.shared);
         shared.check()?;
         // Deletions that a dead node left unfinished.
-        for id in shared.store.list().map_err(|error| disk("list the VMs", &error))? {
+        for id in shared.store.list().map_err(|error| disk(error).during("list the local VMs"))? {
             if let Ok(VmStatus::Deleting(_)) = shared.store.status(&id) {
                 drop(Arc::clone(&shared).finish_later(id));
             }
@@ -163,46 +159,27 @@ impl Provider for LocalProvider {
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
-        // In a separate task: a call that is dropped leaves a whole VM, not part of one.
-        let work = Arc::clone(&self.shared).create(request.clone(), key.clone());
-        tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
+        let created = detached(Arc::clone(&self.shared).create(request.clone(), key.clone())).await;
+        created.map_err(|error| error.during(format_args!("create of {}", request.name)))
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        let mut backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
-        loop {
-            match self.shared.status(id)? {
-                VmStatus::Running(record) => return Ok(addresses(&record)),
-                // The VM is being made, or its create will be repeated.
-                VmStatus::Pending(_) => {}
-                VmStatus::Ended(_, how) => {
-                    return Err(Error::not_found(format!("addresses of local VM {id}: it has ended: {how}")));
-                }
-                VmStatus::Absent => {
-                    return Err(Error::not_found(format!("addresses of local VM {id}: there is no such VM")));
-                }
-                VmStatus::Deleting(_) => {
-                    return Err(Error::not_found(format!("addresses of local VM {id}: it is being deleted")));
-                }
-                VmStatus::Unreadable(why) => {
-                    return Err(Error::invalid(format!("addresses of local VM {id}: {why}; delete the VM")));
-                }
-            }
-            tokio::time::sleep(backoff.pause()).await;
-        }
+        let addresses = self.shared.addresses(id).await;
+        addresses.map_err(|error| error.during(format_args!("addresses of local VM {id}")))
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         if !is_ours(id) {
             return Ok(());
         }
-        Arc::clone(&self.shared).delete(id.clone()).await
+        let deleted = Arc::clone(&self.shared).delete(id.clone()).await;
+        deleted.map_err(|error| error.during(format_args!("delete of local VM {id}")))
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let shared = Arc::clone(&self.shared);
-        let list = tokio::task::spawn_blocking(move || shared.list()).await;
-        list.unwrap_or_else(|error| Err(Error::transient(format!("list the local VMs: {error}"))))
+        let listed = blocking(move || shared.list()).await;
+        listed.map_err(|error| error.during("list the local VMs"))
     }
 
     fn extensions(&self) -> Extensions<'_> {
@@ -222,15 +199,10 @@ impl Batch for LocalProvider {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
-        self.capabilities().check(request, self.name())?;
-        let most = self.shared.config.max_batch;
-        if count.get() > most {
-            let text = format!("create of {count} VMs {}: the limit of one call is {most}", request.name);
-            return Err(Error::invalid(text));
-        }
-        // In a separate task, as in `create`.
+        self.capabilities().check_batch(request, count, self.name())?;
         let work = Arc::clone(&self.shared).create_many(request.clone(), count.get(), key.clone());
-        tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
+        let created = detached(work).await;
+        created.map_err(|error| error.during(format_args!("create of {count} VMs {}", request.name)))
     }
 }
 
@@ -241,7 +213,7 @@ impl Console for LocalProvider {
             return Err(Error::not_found(format!("console of local VM {id}: there is no such VM")));
         }
         vm::console_tail(&self.shared.store.dir(id), limit)
-            .map_err(|error| disk("read a VM's console", &error))
+            .map_err(|error| disk(error).during(format_args!("console of local VM {id}")))
     }
 }
 
@@ -250,12 +222,28 @@ impl Shared {
         if !is_ours(id) {
             return Ok(VmStatus::Absent);
         }
-        self.store.status(id).map_err(|error| disk(&format!("look at local VM {id}"), &error))
+        self.store.status(id).map_err(|error| disk(error).during(format_args!("look at local VM {id}")))
+    }
+
+    async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
+        let mut backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
+        loop {
+            match self.status(id)? {
+                VmStatus::Running(record) => return Ok(addresses(&record)),
+                // The VM is being made, or its create will be repeated.
+                VmStatus::Pending(_) => {}
+                VmStatus::Ended(_, how) => return Err(Error::not_found(format!("it has ended: {how}"))),
+                VmStatus::Absent => return Err(Error::not_found("there is no such VM")),
+                VmStatus::Deleting(_) => return Err(Error::not_found("it is being deleted")),
+                VmStatus::Unreadable(why) => return Err(Error::invalid(format!("{why}; delete the VM"))),
+            }
+            tokio::time::sleep(backoff.pause()).await;
+        }
     }
 
     fn list(&self) -> Result<Vec<Owned>, Error> {
         let mut owned = Vec::new();
-        for id in self.store.list().map_err(|error| disk("list the VMs", &error))? {
+        for id in self.store.list().map_err(disk)? {
             let status = self.status(&id)?;
             let state = match &status {
                 VmStatus::Absent => continue, // gone in the meantime
@@ -348,8 +336,8 @@ fn addresses(record: &VmRecord) -> Vec<IpAddr> {
 
 /// Converts a failure of the state directory. A failure that only a person can fix is invalid, so that it is not
 /// retried for minutes.
-fn disk(attempt: &str, error: &io::Error) -> Error {
-    let text = format!("local provider: {attempt}: {error}");
+fn disk(error: io::Error) -> Error {
+    let text = error.to_string();
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             Error::invalid(format!("{text}; make room below paths.state-dir"))

@@ -15,7 +15,7 @@ use peerpod_podnet::netlink::{Client, Error as NetlinkError};
 use rtnetlink::{AddressMessageBuilder, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use sha2::{Digest, Sha256};
 
-use crate::config::{Family, LocalConfig, Network, Subnet};
+use crate::config::{LocalConfig, Network};
 
 /// NICs of a VM, in order.
 pub(crate) const VM_LINKS: [&str; 2] = ["eth0", "eth1"];
@@ -76,8 +76,8 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
 
 /// Returns the node's addresses on a network, with their prefix lengths.
 pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(IpAddr, u8)> {
-    let v4 = config.ipv4.then(|| (network.subnet4.address(1).into(), network.subnet4.prefix));
-    let v6 = has_v6().then(|| (network.subnet6.address(1).into(), network.subnet6.prefix));
+    let v4 = config.ipv4.then(|| (network.v4(1).into(), network.subnet4.prefix_len()));
+    let v6 = has_v6().then(|| (network.v6(1).into(), network.subnet6.prefix_len()));
     v4.into_iter().chain(v6).collect()
 }
 
@@ -238,24 +238,17 @@ pub(crate) fn nics(
     v6: Option<Ipv6Addr>,
     second: bool,
 ) -> Vec<Nic> {
+    let interface = |address: IpAddr, prefix: u8, gateway: IpAddr| Interface { address, prefix, gateway };
     let nic = |network: &Network, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
-        let v4 = v4.map(|address| interface(network.subnet4, address));
-        let v6 = v6.map(|address| interface(network.subnet6, address));
-        Nic {
-            bridge: network.bridge.clone(),
-            mtu: config.mtu,
-            interfaces: v4.into_iter().chain(v6).collect(),
-        }
+        let Network { bridge, subnet4, subnet6 } = network;
+        let v4 = v4.map(|own| interface(own.into(), subnet4.prefix_len(), network.v4(1).into()));
+        let v6 = v6.map(|own| interface(own.into(), subnet6.prefix_len(), network.v6(1).into()));
+        Nic { bridge: bridge.clone(), mtu: config.mtu, interfaces: v4.into_iter().chain(v6).collect() }
     };
     let mut nics = vec![nic(&config.network, v4, v6)];
     if second {
-        let Network { subnet4, subnet6, .. } = &config.second;
-        let (v4, v6) = (v4.map(|_| subnet4.address(index)), v6.map(|_| subnet6.address(index)));
-        nics.push(nic(&config.second, v4, v6));
+        let network = &config.second;
+        nics.push(nic(network, v4.map(|_| network.v4(index)), v6.map(|_| network.v6(index))));
     }
     nics
-}
-
-fn interface<A: Family>(subnet: Subnet<A>, address: A) -> Interface {
-    Interface { address: address.into(), prefix: subnet.prefix, gateway: subnet.address(1).into() }
 }

@@ -17,18 +17,11 @@ pub(crate) struct ProcessId {
 }
 
 impl ProcessId {
-    /// Returns the current process.
-    ///
-    /// # Errors
-    /// When `/proc` does not show it.
     pub(crate) fn current() -> io::Result<ProcessId> {
         ProcessId::of(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
 
     /// Returns the process that has this pid now; `None` if there is none, or only a zombie.
-    ///
-    /// # Errors
-    /// When `/proc` cannot be read.
     pub(crate) fn of(pid: u32) -> io::Result<Option<ProcessId>> {
         let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(stat) => stat,
@@ -42,17 +35,11 @@ impl ProcessId {
     }
 
     /// Whether this very process still exists and is no zombie.
-    ///
-    /// # Errors
-    /// When `/proc` cannot be read.
     pub(crate) fn alive(self) -> io::Result<bool> {
         Ok(ProcessId::of(self.pid)? == Some(self))
     }
 
     /// Sends SIGKILL to this very process, which may still exist when this returns. A process that is gone is fine.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
     pub(crate) fn kill(self) -> io::Result<()> {
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let Some(pid) = pid else {
@@ -88,9 +75,6 @@ fn parse_stat(stat: &str) -> Option<u64> {
 }
 
 /// Returns the id of this boot of the machine. Pids and start times of another boot have no meaning.
-///
-/// # Errors
-/// When `/proc` cannot be read.
 pub(crate) fn boot_id() -> io::Result<String> {
     Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }

@@ -14,10 +14,10 @@
 //! The directory exists before any effect and is removed after the last, so the rest of a crash is found by its
 //! directory. User-data is not among the files: it reaches the VM through a pipe.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read};
+use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -74,7 +74,6 @@ pub(crate) struct Exit {
 /// State of a VM, according to its directory and `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum VmStatus {
-    /// No directory.
     Absent,
     /// Not made yet; possibly no process is making it.
     Pending(Option<VmRecord>),
@@ -100,7 +99,7 @@ impl VmStore {
     pub(crate) fn open(root: &Path) -> io::Result<(VmStore, Option<Flock<File>>)> {
         let store = VmStore { root: root.to_owned() };
         for folder in ["vms", "disks"] {
-            DirBuilder::new().recursive(true).mode(0o700).create(root.join(folder))?;
+            files::make_folders(&root.join(folder))?;
         }
         let lock = try_lock(&root.join("lock"), true)?;
         Ok((store, lock))
@@ -123,14 +122,10 @@ impl VmStore {
 
     fn write_first(&self, id: &InstanceId, record: &VmRecord) -> io::Result<()> {
         let dir = self.dir(id);
-        match DirBuilder::new().mode(0o700).create(&dir) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
-        }
-        DirBuilder::new().recursive(true).mode(0o700).create(dir.join("root"))?;
+        files::make_folders(&dir.join("root"))?;
         File::options().create(true).append(true).mode(0o600).open(dir.join("lock"))?;
         write_json(&dir.join("record.json"), record)?;
-        File::open(self.root.join("vms"))?.sync_all()
+        files::sync_folder(&self.root.join("vms"))
     }
 
     /// Replaces the record, durably.
@@ -138,7 +133,6 @@ impl VmStore {
         write_json(&self.dir(id).join("record.json"), record)
     }
 
-    /// Returns the state of the VM.
     pub(crate) fn status(&self, id: &InstanceId) -> io::Result<VmStatus> {
         let dir = self.dir(id);
         let record = match read_json::<VmRecord>(&dir.join("record.json")) {
@@ -251,16 +245,14 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T
     struct Versioned {
         version: u32,
     }
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE).read_to_end(&mut bytes)?;
     let damaged = |why: String| {
         io::Error::new(io::ErrorKind::InvalidData, format!("{} is damaged: {why}", path.display()))
     };
+    let bytes = match files::read(path, MAX_FILE) {
+        Err(error) if error.kind() == io::ErrorKind::FileTooLarge => return Err(damaged(error.to_string())),
+        bytes => bytes?,
+    };
+    let Some(bytes) = bytes else { return Ok(None) };
     let Versioned { version } = serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
     if version != VERSION {
         let text = format!("{} has version {version}; this program knows {VERSION}", path.display());

@@ -60,13 +60,11 @@ pub(crate) struct Inside {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum LaunchAnswer {
-    /// The VM runs.
     Running,
     /// Another process is making or removing this VM.
     Busy,
     /// The VM could not be made.
     Failed {
-        /// Human-readable text.
         text: String,
         /// Whether another try may succeed.
         transient: bool,

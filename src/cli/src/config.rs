@@ -158,8 +158,10 @@ mod tests {
 
     #[test]
     fn documented_settings_are_up_to_date() {
-        // Builds with and without the AWS SDK have the same page; the AWS provider has the table of its settings.
+        // Builds with and without the AWS SDK have the same page; the AWS provider has the table of its settings. A
+        // build with the tests has their provider, too.
         let mut kinds = peerpod_providers::kinds();
+        kinds.retain(|kind| *kind != "fake");
         kinds.push("aws");
         kinds.sort_unstable();
         kinds.dedup();

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use peerpod_providers::caa::{self, Value};
-use serde_json::Value as Json;
+use peerpod_providers::caa;
+use serde_json::Value;
 
 /// Usage of `peerpod config convert-caa`.
 pub(crate) const USAGE: &str = "usage: peerpod config convert-caa [--out FILE] MANIFEST...
@@ -80,7 +80,7 @@ fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     for document in serde_yaml::Deserializer::from_str(&text) {
         // The parser's own message may repeat a secret's value.
-        let document: Json =
+        let document: Value =
             serde::Deserialize::deserialize(document).map_err(|error| match error.location() {
                 Some(place) => anyhow::anyhow!("not YAML in line {}; correct it", place.line()),
                 None => anyhow::anyhow!("not YAML; correct it"),
@@ -91,7 +91,7 @@ fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-fn take(document: &Json, found: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
+fn take(document: &Value, found: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
     if let Some(items) = document["items"].as_array() {
         return items.iter().try_for_each(|item| take(item, found));
     }
@@ -104,9 +104,9 @@ fn take(document: &Json, found: &mut BTreeMap<String, String>) -> anyhow::Result
         let entries = document[part].as_object().into_iter().flatten();
         entries.map(move |(name, value)| {
             let text = match value {
-                Json::String(text) => Some(text.clone()),
-                Json::Bool(_) | Json::Number(_) => Some(value.to_string()),
-                Json::Null => Some(String::new()),
+                Value::String(text) => Some(text.clone()),
+                Value::Bool(_) | Value::Number(_) => Some(value.to_string()),
+                Value::Null => Some(String::new()),
                 _ => None,
             };
             text.map(|text| (name.clone(), text)).with_context(|| format!("{part}.{name} is not text"))
@@ -161,26 +161,26 @@ const ELSEWHERE: &[(&str, &str)] = &[
 ];
 
 fn number(text: &str) -> Option<Value> {
-    text.parse().ok().map(Value::Number)
+    text.parse::<u64>().ok().map(Value::from)
 }
 
 fn duration(text: &str) -> Option<Value> {
     peerpod_base::config::parse_duration(text).ok()?;
-    Some(Value::Text(text.to_owned()))
+    Some(text.into())
 }
 
 fn way(text: &str) -> Option<Value> {
     let through_vm = text == "1" || text.eq_ignore_ascii_case("true");
-    Some(Value::Text(if through_vm { "vm" } else { "tunnel" }.to_owned()))
+    Some(if through_vm { "vm" } else { "tunnel" }.into())
 }
 
 fn list(text: &str) -> Option<Value> {
     let parts = text.split([',', ' ']).map(str::trim).filter(|part| !part.is_empty());
-    Some(Value::List(parts.map(str::to_owned).collect()))
+    Some(parts.collect())
 }
 
 fn folder(text: &str) -> Option<Value> {
-    text.strip_suffix("/hypervisor.sock").map(|folder| Value::Text(folder.to_owned()))
+    text.strip_suffix("/hypervisor.sock").map(Value::from)
 }
 
 fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted> {
@@ -232,12 +232,6 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
 /// Writes the settings of one section. JSON is YAML, and quotes every value that needs it.
 fn lines(yaml: &mut String, indent: usize, settings: &BTreeMap<String, Value>) -> anyhow::Result<()> {
     for (key, value) in settings {
-        let value = match value {
-            Value::Text(text) => serde_json::to_string(text)?,
-            Value::List(list) => serde_json::to_string(list)?,
-            Value::Number(number) => number.to_string(),
-            Value::Flag(flag) => flag.to_string(),
-        };
         writeln!(yaml, "{:indent$}{key}: {value}", "")?;
     }
     Ok(())
@@ -290,7 +284,7 @@ stringData:
         let args = ["--out".to_owned(), out.display().to_string(), manifest.display().to_string()];
         run(&args).unwrap();
         let text = std::fs::read_to_string(&out).unwrap();
-        let yaml: Json = serde_yaml::from_str(&text).unwrap();
+        let yaml: Value = serde_yaml::from_str(&text).unwrap();
         assert_eq!(yaml["provider"]["kind"], caa::known()[0]);
         assert_eq!((&yaml["tunnel"]["port"], &yaml["cluster"]["capacity"]), (&9000.into(), &7.into()));
         assert_eq!(yaml["tunnel"]["cluster-cidrs"], serde_json::json!(["10.244.0.0/16", "10.96.0.0/12"]));
@@ -323,8 +317,8 @@ stringData:
     fn values_are_quoted_where_necessary() {
         let mut yaml = String::new();
         let odd = "hush: \"#";
-        lines(&mut yaml, 2, &BTreeMap::from([("key".to_owned(), Value::Text(odd.to_owned()))])).unwrap();
-        assert_eq!(serde_yaml::from_str::<Json>(&yaml).unwrap()["key"], odd);
+        lines(&mut yaml, 2, &BTreeMap::from([("key".to_owned(), Value::from(odd))])).unwrap();
+        assert_eq!(serde_yaml::from_str::<Value>(&yaml).unwrap()["key"], odd);
     }
 
     #[test]

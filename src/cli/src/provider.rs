@@ -18,7 +18,7 @@ use async_trait::async_trait;
 use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_node::config::NodeConfig;
-use peerpod_provider_api::conformance::{Harness, PROMISES, Promise, Trial, Verdict, table};
+use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_providers::{Context, Purpose, Settings};
 use peerpod_relay::config::RelayConfig;
@@ -171,7 +171,7 @@ async fn check(
         }
     }
     let trial = Arc::new(Trial::new(Arc::new(Configured { provider, collector, words })));
-    let mut results: Vec<(&Promise, Verdict)> = Vec::new();
+    let mut results: Vec<(&Promise, Checked)> = Vec::new();
     for (number, promise) in (1..).zip(&promises) {
         let start = Instant::now();
         let verdict = tokio::select! {
@@ -183,14 +183,10 @@ async fn check(
             }
             verdict = trial.keeps(promise) => verdict,
         };
-        let word = match &verdict {
-            Verdict::Kept => "kept",
-            Verdict::Broken(_) => "BROKEN",
-            Verdict::NotApplicable(_) => "n/a",
-        };
         say!(
-            "{number:>2}/{}  {word:7} {:>6.1} s  {}",
+            "{number:>2}/{}  {:7} {:>6.1} s  {}",
             promises.len(),
+            word(&verdict),
             start.elapsed().as_secs_f64(),
             promise.words()
         );
@@ -199,7 +195,7 @@ async fn check(
     let clean = report_clean_up(&trial).await;
     say!("");
     write!(std::io::stdout(), "{}", table(&results)).ok();
-    let broken = results.iter().any(|(_, verdict)| matches!(verdict, Verdict::Broken(_)));
+    let broken = results.iter().any(|(_, verdict)| matches!(verdict, Err(Stop::Broken(_))));
     Ok((if broken || !clean { ExitCode::FAILURE } else { ExitCode::SUCCESS }, clean))
 }
 

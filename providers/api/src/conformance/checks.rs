@@ -6,11 +6,11 @@ mod extras;
 mod limits;
 mod places;
 
-pub use creates::*;
-pub use deletes::*;
-pub use extras::*;
-pub use limits::*;
-pub use places::*;
+pub(crate) use creates::*;
+pub(crate) use deletes::*;
+pub(crate) use extras::*;
+pub(crate) use limits::*;
+pub(crate) use places::*;
 
 /// Ends the check when a condition does not hold.
 macro_rules! hold {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 
-use super::{Checked, Trial, Verdict, checks};
+use super::{Checked, Stop, Trial, checks};
 
 /// Passes the names of all promises to another macro.
 #[doc(hidden)]
@@ -79,29 +79,28 @@ pub fn promise(name: &str) -> &'static Promise {
     found.unwrap_or_else(|| panic!("there is no promise `{name}`"))
 }
 
+/// Returns the result as one word.
+pub fn word(result: &Checked) -> &'static str {
+    match result {
+        Ok(()) => "kept",
+        Err(Stop::Broken(_)) => "BROKEN",
+        Err(Stop::NotApplicable(_)) => "n/a",
+    }
+}
+
 /// Formats a human-readable table: one line per promise, the reason why one is broken or could not be tried, and the
 /// sums.
-pub fn table(results: &[(&Promise, Verdict)]) -> String {
+pub fn table(results: &[(&Promise, Checked)]) -> String {
     let mut table = String::new();
-    let (mut kept, mut broken, mut not) = (0, 0, 0);
-    for (promise, verdict) in results {
-        let (word, why) = match verdict {
-            Verdict::Kept => {
-                kept += 1;
-                ("kept", None)
-            }
-            Verdict::Broken(how) => {
-                broken += 1;
-                ("BROKEN", Some(how))
-            }
-            Verdict::NotApplicable(why) => {
-                not += 1;
-                ("n/a", Some(why))
-            }
+    for (promise, result) in results {
+        let why = match result {
+            Ok(()) => String::new(),
+            Err(Stop::Broken(why) | Stop::NotApplicable(why)) => format!(": {why}"),
         };
-        let why = why.map(|why| format!(": {why}")).unwrap_or_default();
-        writeln!(table, "{word:7} {}{why}", promise.words()).expect("a String takes everything");
+        writeln!(table, "{:7} {}{why}", word(result), promise.words()).expect("a String takes everything");
     }
+    let number = |wanted| results.iter().filter(|(_, result)| word(result) == wanted).count();
+    let (kept, broken, not) = (number("kept"), number("BROKEN"), number("n/a"));
     writeln!(table, "{kept} kept, {broken} broken, {not} not applicable").expect("a String takes everything");
     table
 }
@@ -113,9 +112,9 @@ mod tests {
     #[test]
     fn the_table_shows_each_result() {
         let results = [
-            (promise("a_second_delete_is_fine"), Verdict::Kept),
-            (promise("only_our_vms_are_listed"), Verdict::Broken("two".into())),
-            (promise("a_detach_of_nothing_is_fine"), Verdict::NotApplicable("no disk".into())),
+            (promise("a_second_delete_is_fine"), Ok(())),
+            (promise("only_our_vms_are_listed"), Err(Stop::Broken("two".into()))),
+            (promise("a_detach_of_nothing_is_fine"), Err(Stop::NotApplicable("no disk".into()))),
         ];
         let table = table(&results);
         let lines: Vec<_> = table.lines().collect();

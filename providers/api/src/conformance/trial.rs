@@ -5,14 +5,13 @@ use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Checked, Harness, Promise, Stop, Verdict};
+use super::{Checked, Harness, Promise, Stop};
 use crate::{CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Retry};
 
 /// Interval between two checks of a condition.
@@ -24,38 +23,37 @@ const QUIET: Duration = Duration::from_millis(500);
 /// One run of promises. Dropping it deletes nothing: call [`Trial::clean_up`].
 pub struct Trial {
     pub(super) harness: Arc<dyn Harness>,
-    keys: Mutex<HashSet<IdempotencyKey>>,
-    ids: Mutex<BTreeSet<InstanceId>>,
-    number: AtomicU32,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    keys: HashSet<IdempotencyKey>,
+    ids: BTreeSet<InstanceId>,
+    /// Number of keys so far.
+    number: u32,
     /// Whether some create was cut off before its answer.
-    cut: AtomicBool,
+    cut: bool,
     /// Whether a check is running or was left before its end, so that its creates may be in flight.
-    open: AtomicBool,
-    slowest: Mutex<Duration>,
+    open: bool,
+    /// Duration of the slowest create.
+    slowest: Duration,
 }
 
 impl Trial {
     /// Returns a run that has made nothing yet.
     pub fn new(harness: Arc<dyn Harness>) -> Trial {
-        Trial {
-            harness,
-            keys: Mutex::default(),
-            ids: Mutex::default(),
-            number: AtomicU32::new(0),
-            cut: AtomicBool::new(false),
-            open: AtomicBool::new(false),
-            slowest: Mutex::default(),
-        }
+        Trial { harness, state: Mutex::default() }
     }
 
     /// Tries a promise and deletes the VMs made for it. A failed clean-up counts as a broken promise.
-    pub async fn keeps(self: &Arc<Trial>, promise: &Promise) -> Verdict {
+    pub async fn keeps(self: &Arc<Trial>, promise: &Promise) -> Checked {
         let patience = self.harness.patience();
         let check = AssertUnwindSafe((promise.check)(Arc::clone(self))).catch_unwind();
-        self.open.store(true, Ordering::Relaxed);
+        self.state.lock().open = true;
         let outcome = match timeout(patience, check).await {
             Ok(Ok(outcome)) => {
-                self.open.store(outcome.is_err(), Ordering::Relaxed);
+                self.state.lock().open = outcome.is_err();
                 outcome
             }
             Ok(Err(panic)) => Err(Stop::Broken(format!("it panicked: {}", words_of(&*panic)))),
@@ -63,10 +61,9 @@ impl Trial {
         };
         let cleaned = self.clean_up().await;
         match (outcome, cleaned) {
-            (Err(Stop::Broken(how)), _) => Verdict::Broken(how),
-            (_, Err(how)) => Verdict::Broken(format!("afterwards: {how}")),
-            (Err(Stop::NotApplicable(why)), Ok(())) => Verdict::NotApplicable(why),
-            (Ok(()), Ok(())) => Verdict::Kept,
+            (Err(Stop::Broken(how)), _) => Err(Stop::Broken(how)),
+            (_, Err(how)) => Err(Stop::Broken(format!("afterwards: {how}"))),
+            (outcome, Ok(())) => outcome,
         }
     }
 
@@ -80,10 +77,8 @@ impl Trial {
         let outcome = timeout(patience, self.delete_all(&mut last)).await;
         match outcome {
             Ok(()) => {
-                self.keys.lock().clear();
-                self.ids.lock().clear();
-                self.cut.store(false, Ordering::Relaxed);
-                self.open.store(false, Ordering::Relaxed);
+                let mut state = self.state.lock();
+                *state = State { number: state.number, slowest: state.slowest, ..State::default() };
                 Ok(())
             }
             Err(_) => Err(format!("not everything that was made is gone after {patience:?}: {last}")),
@@ -94,7 +89,7 @@ impl Trial {
         let provider = self.provider();
         // VMs that are not listed are deleted by the id from their create; once is enough, because a VM that is gone is
         // `Ok`.
-        let mut unlisted = self.ids.lock().clone();
+        let mut unlisted = self.state.lock().ids.clone();
         let mut quiet: Option<Instant> = None;
         loop {
             let ours = match provider.list_owned().await {
@@ -117,8 +112,8 @@ impl Trial {
             let machines = self.harness.machines().await.unwrap_or(0);
             if ours.is_empty() && unlisted.is_empty() && machines == 0 {
                 let since = quiet.get_or_insert_with(Instant::now).elapsed();
-                let settled = !self.cut.load(Ordering::Relaxed) && !self.open.load(Ordering::Relaxed);
-                if since >= self.quiet() || settled {
+                let State { cut, open, .. } = *self.state.lock();
+                if since >= self.quiet() || !(cut || open) {
                     return;
                 }
             } else {
@@ -134,7 +129,7 @@ impl Trial {
 
     /// Keeps the VMs of this run from a list.
     pub(super) fn ours(&self, owned: Vec<Owned>) -> Vec<Owned> {
-        let (keys, ids) = (self.keys.lock(), self.ids.lock());
+        let State { keys, ids, .. } = &*self.state.lock();
         let ours =
             |one: &Owned| ids.contains(&one.id) || one.key.as_ref().is_some_and(|key| keys.contains(key));
         owned.into_iter().filter(ours).collect()
@@ -146,10 +141,11 @@ impl Trial {
 
     /// Returns a key that no other check and no other run uses. The suite deletes every VM with this key.
     pub(super) fn key(&self) -> IdempotencyKey {
-        let number = self.number.fetch_add(1, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        state.number += 1;
         let run = format!("{}-{}", std::process::id(), chance());
-        let key = IdempotencyKey::derive("conformance", &run, number);
-        self.keys.lock().insert(key.clone());
+        let key = IdempotencyKey::derive("conformance", &run, state.number);
+        state.keys.insert(key.clone());
         key
     }
 
@@ -161,10 +157,9 @@ impl Trial {
     ) -> Result<Created, Error> {
         let start = Instant::now();
         let made = self.provider().create(request, key).await?;
-        self.ids.lock().insert(made.id.clone());
-        let mut slowest = self.slowest.lock();
-        *slowest = start.elapsed().max(*slowest);
-        drop(slowest);
+        let mut state = self.state.lock();
+        state.ids.insert(made.id.clone());
+        state.slowest = start.elapsed().max(state.slowest);
         Ok(made)
     }
 
@@ -174,15 +169,7 @@ impl Trial {
         request: &CreateRequest,
         key: &IdempotencyKey,
     ) -> Result<Created, Stop> {
-        loop {
-            match self.create_once(request, key).await {
-                Ok(made) => return Ok(made),
-                Err(error) => match error.retry() {
-                    Retry::After(pause) => sleep(pause).await,
-                    _ => return Err(Stop::Broken(format!("create: {error}"))),
-                },
-            }
-        }
+        patiently("create", || self.create_once(request, key)).await
     }
 
     /// Creates a VM with a fresh key.
@@ -198,14 +185,13 @@ impl Trial {
         key: &IdempotencyKey,
         after: Duration,
     ) -> Option<Result<Created, Error>> {
-        self.cut.store(true, Ordering::Relaxed);
+        self.state.lock().cut = true;
         timeout(after, self.create_once(request, key)).await.ok()
     }
 
     /// Returns how long nothing may change before no further VM is expected.
     pub(super) fn quiet(&self) -> Duration {
-        let slowest = *self.slowest.lock();
-        QUIET.max(slowest * 2)
+        QUIET.max(self.state.lock().slowest * 2)
     }
 
     /// Returns the VMs listed with this key.
@@ -268,6 +254,20 @@ fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
 /// Unwraps an answer that must be a success.
 pub(super) fn said<T>(what: &str, answer: Result<T, Error>) -> Result<T, Stop> {
     answer.map_err(|error| Stop::Broken(format!("{what}: {error} ({})", error.class())))
+}
+
+/// Makes a call as the node does: a delay is followed by a retry.
+pub(super) async fn patiently<T, F>(what: &str, call: impl Fn() -> F) -> Result<T, Stop>
+where
+    F: Future<Output = Result<T, Error>>,
+{
+    loop {
+        let answer = call().await;
+        match answer.as_ref().map_err(Error::retry) {
+            Err(Retry::After(pause)) => sleep(pause).await,
+            _ => return said(what, answer),
+        }
+    }
 }
 
 /// Waits for a condition, limited by the patience of the promise.

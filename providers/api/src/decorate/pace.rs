@@ -28,15 +28,9 @@ struct State {
     lessons: u64,
 }
 
-/// Turn of one call. The result of the call is reported with it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Turn {
-    lessons: u64,
-}
-
 impl Pace {
-    /// Waits for the turn of the caller.
-    pub(super) async fn turn(&self) -> Turn {
+    /// Waits for the turn of the caller. The result of the call is reported with the returned number.
+    pub(super) async fn turn(&self) -> u64 {
         let (at, lessons) = {
             let mut state = self.0.lock();
             let now = Instant::now();
@@ -45,13 +39,13 @@ impl Pace {
             (at, state.lessons)
         };
         tokio::time::sleep_until(at).await;
-        Turn { lessons }
+        lessons
     }
 
     /// Records that the cloud throttled the call, with the pause it asked for, if any.
-    pub(super) fn slower(&self, turn: Turn, after: Option<Duration>) {
+    pub(super) fn slower(&self, turn: u64, after: Option<Duration>) {
         let mut state = self.0.lock();
-        if turn.lessons == state.lessons {
+        if turn == state.lessons {
             state.lessons += 1;
             state.gap = (state.gap * 2).clamp(FIRST_GAP, LONGEST_GAP);
         }

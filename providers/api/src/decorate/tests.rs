@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use super::*;
-use crate::OPTIONAL;
+use crate::capabilities::OPTIONAL;
 
 /// Provider that answers creates from a script and records the keys of the calls.
 #[derive(Default)]
@@ -152,15 +152,15 @@ async fn addresses_wait_as_long_as_their_caller() {
 #[tokio::test(start_paused = true)]
 async fn an_unsupported_request_is_refused_before_the_call() {
     let (inner, provider, _registry) = scripted(vec![], Duration::ZERO);
-    for wish in OPTIONAL {
+    for (wanted, ask) in OPTIONAL {
         let mut request = request();
-        (wish.ask)(&mut request);
+        ask(&mut request);
         for answer in
             [provider.create(&request, &key()).await.map(drop), provider.place(&request).await.map(drop)]
         {
             match answer.unwrap_err() {
-                Error::Unsupported { field, .. } => assert_eq!(field, wish.field),
-                other => panic!("{}: {other:?}", wish.field),
+                Error::Unsupported { field, .. } => assert_eq!(field, *wanted),
+                other => panic!("{wanted}: {other:?}"),
             }
         }
     }

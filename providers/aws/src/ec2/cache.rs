@@ -47,16 +47,6 @@ impl Aws {
         Ok(facts)
     }
 
-    /// Drops the facts; the next create loads them again.
-    pub(crate) async fn forget_facts(&self) {
-        *self.facts.lock().await = None;
-    }
-
-    /// Drops the names of known templates; the next create makes the templates again.
-    pub(crate) async fn forget_templates(&self) {
-        self.templates.lock().await.clear();
-    }
-
     pub(crate) fn second_subnets(&self) -> Vec<Subnet> {
         self.second.lock().clone()
     }
@@ -68,15 +58,11 @@ impl Aws {
         shape: Option<&Shape>,
         until: Instant,
     ) -> Result<String, Error> {
-        let shape = match (&self.config.launch_template, shape) {
-            (Some(own), _) => return Ok(own.clone()),
-            (None, Some(shape)) => shape,
-            (None, None) => {
-                return Err(Error::invalid(
-                    "make a launch template: there is no image; set provider.aws.image-id",
-                ));
-            }
-        };
+        if let Some(own) = &self.config.launch_template {
+            return Ok(own.clone());
+        }
+        let no_image = "make a launch template: there is no image; set provider.aws.image-id";
+        let shape = shape.ok_or_else(|| Error::invalid(no_image))?;
         let name = shape.template_name(&self.owner.cluster);
         // Held across the call, so that fifty first creates make one template.
         let mut known = self.templates.lock().await;

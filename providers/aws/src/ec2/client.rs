@@ -13,7 +13,6 @@ use aws_smithy_runtime_api::client::http::SharedHttpClient;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use aws_smithy_types::retry::RetryConfig;
 use aws_smithy_types::timeout::TimeoutConfig;
-use parking_lot::Mutex;
 use peerpod_base::chain::chain;
 use peerpod_provider_api::{Error, deadline};
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
@@ -22,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Credentials};
 use crate::ec2::credentials;
-use crate::ec2::refusal::{Ec2Refusal, Why};
+use crate::ec2::refusal::{Failure, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -57,9 +56,6 @@ pub(crate) fn until() -> Instant {
 impl Ec2 {
     /// Finds the credentials and the region. Reads the settings, the environment and, if neither has them, the node's
     /// metadata service; makes no EC2 call.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] without a region, [`Error::Auth`] without credentials; the text names the remedy.
     pub(crate) async fn connect(config: &AwsConfig, scheduler: Scheduler) -> Result<Ec2, Error> {
         let sdk = loader(config).load().await;
         let Some(region) = sdk.region().map(ToString::to_string) else {
@@ -91,51 +87,11 @@ impl Ec2 {
         F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
     {
         let call = ApiCall { action, owner, what, deadline: until };
-        // The scheduler knows errors by class only; callers need EC2's code, too.
-        let last = Mutex::new(None);
-        let refused = &last;
-        let answer = self.scheduler.run(call, || {
+        let asked = self.scheduler.run(call, || {
             let answer = ask();
-            async move {
-                answer.await.map_err(|error| {
-                    let refusal = Ec2Refusal { action, what: what.to_owned(), why: why(&error) };
-                    *refused.lock() = Some(refusal.clone());
-                    Error::from(refusal)
-                })
-            }
+            async move { answer.await.map_err(|error| Failure::new(action, what, why(&error))) }
         });
-        let answer = answer.await;
-        answer.map_err(|error| {
-            let refusal = last.into_inner();
-            // If the deadline ended the call, the last refusal is not its error.
-            let refusal = refusal.filter(|refusal| Error::from(refusal.clone()) == error);
-            Failure { error, refusal }
-        })
-    }
-}
-
-/// Failed call: the error to return, and EC2's refusal if EC2 answered.
-#[derive(Debug)]
-pub(crate) struct Failure {
-    pub error: Error,
-    refusal: Option<Ec2Refusal>,
-}
-
-impl Failure {
-    /// Returns EC2's error code; empty without one.
-    pub(crate) fn code(&self) -> &str {
-        self.refusal.as_ref().map_or("", Ec2Refusal::code)
-    }
-
-    /// Returns the ids in EC2's message.
-    pub(crate) fn ids(&self, prefix: &str) -> Vec<String> {
-        self.refusal.as_ref().map(|refusal| refusal.ids(prefix)).unwrap_or_default()
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Error {
-        failure.error
+        asked.await
     }
 }
 
@@ -189,11 +145,12 @@ async fn have_credentials(sdk: &SdkConfig) -> Result<(), Error> {
     Err(Error::Auth { text: format!("find AWS credentials: {why}; {hints}") })
 }
 
-/// Returns the reason why a call got no good answer.
 fn why<E>(error: &SdkError<E, HttpResponse>) -> Why
 where
     E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
 {
+    let text = chain(error);
+    let lacks_credentials = text.to_ascii_lowercase().contains("credential");
     match error {
         SdkError::ServiceError(said) => {
             let status = said.raw().status().as_u16();
@@ -204,24 +161,20 @@ where
             let message = said.err().message().unwrap_or("no message");
             Why::Said { code: code.to_owned(), message: message.to_owned(), status }
         }
-        SdkError::ConstructionFailure(_) => match chain(error) {
-            text if text.to_ascii_lowercase().contains("credential") => Why::NoCredentials(text),
-            text => Why::Unsent(text),
-        },
-        SdkError::DispatchFailure(failure) => match failure.as_connector_error() {
-            // The SDK fetches credentials while it dispatches the call; such a failure is neither a network error nor a
-            // timeout.
-            Some(connector) if connector.is_io() || connector.is_timeout() => Why::NoAnswer(chain(error)),
-            _ => match chain(error) {
-                text if text.to_ascii_lowercase().contains("credential") => Why::NoCredentials(text),
-                text => Why::NoAnswer(text),
-            },
-        },
-        SdkError::ResponseError(answer) if answer.raw().status().as_u16() < 500 => Why::NoAnswer(format!(
-            "an answer that EC2 does not send ({}): {}",
-            answer.raw().status(),
-            chain(error)
-        )),
-        _ => Why::NoAnswer(chain(error)),
+        SdkError::ConstructionFailure(_) if lacks_credentials => Why::NoCredentials(text),
+        SdkError::ConstructionFailure(_) => Why::Unsent(text),
+        // The SDK fetches credentials while it dispatches the call; such a failure is neither a network error nor a
+        // timeout.
+        SdkError::DispatchFailure(failure)
+            if lacks_credentials
+                && !failure.as_connector_error().is_some_and(|e| e.is_io() || e.is_timeout()) =>
+        {
+            Why::NoCredentials(text)
+        }
+        SdkError::ResponseError(answer) if answer.raw().status().as_u16() < 500 => {
+            let status = answer.raw().status();
+            Why::NoAnswer(format!("an answer that EC2 does not send ({status}): {text}"))
+        }
+        _ => Why::NoAnswer(text),
     }
 }

@@ -24,9 +24,9 @@ use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, Idempoten
 use peerpod_provider_cloud::Offering;
 use tokio::time::Instant;
 
-use crate::ec2::client::{Ec2, Failure};
+use crate::ec2::client::Ec2;
 use crate::ec2::facts::Facts;
-use crate::ec2::refusal::{self, Meaning};
+use crate::ec2::refusal::{self, Failure, Meaning};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
 use crate::ec2::vms::{self, Vm, VmState};
 use crate::ec2::{Aws, tags};
@@ -57,14 +57,9 @@ struct Outcome {
     refused: Vec<(Offering, String)>,
     /// Full texts of those refusals that only a higher quota resolves.
     quotas: Vec<String>,
-}
-
-/// Result of one call.
-enum Answer {
-    Done(Outcome),
-    /// VMs of an earlier call with this key, found by their tag. EC2 refused the token because of other parameters, or
-    /// answered without VMs.
-    Earlier(Vec<Vm>),
+    /// Whether the VMs are those of an earlier call with this key, found by their tag. EC2 refused the token because of
+    /// other parameters, or answered without VMs.
+    is_earlier: bool,
 }
 
 impl Launch<'_> {
@@ -77,28 +72,23 @@ impl Launch<'_> {
                 break;
             }
             let token = token(self.key, number);
-            let answer = if self.in_fleet() {
+            let outcome = if self.in_fleet() {
                 self.fleet(&offerings, left, &token).await?
             } else {
                 self.run(&offerings, &token).await?
             };
-            match answer {
-                Answer::Earlier(seen) => {
-                    whole.made.extend(seen.iter().filter_map(|seen| self.created(seen)));
-                    break;
-                }
-                Answer::Done(outcome) => {
-                    whole.made.extend(outcome.made);
-                    whole.refused.extend(outcome.refused);
-                    whole.quotas.extend(outcome.quotas);
-                }
+            whole.made.extend(outcome.made);
+            whole.refused.extend(outcome.refused);
+            whole.quotas.extend(outcome.quotas);
+            if outcome.is_earlier {
+                break;
             }
         }
         self.conclude(whole, count)
     }
 
     fn conclude(&self, whole: Outcome, count: u32) -> Result<CreatedMany, Error> {
-        let Outcome { mut made, refused, quotas } = whole;
+        let Outcome { mut made, refused, quotas, is_earlier: _ } = whole;
         made.sort_by(|a, b| a.id.cmp(&b.id));
         made.dedup_by(|a, b| a.id == b.id);
         let now = Instant::now();
@@ -154,7 +144,7 @@ impl Launch<'_> {
         format!("create of {}", self.request.name)
     }
 
-    async fn fleet(&self, offerings: &[Offering], count: u32, token: &str) -> Result<Answer, Error> {
+    async fn fleet(&self, offerings: &[Offering], count: u32, token: &str) -> Result<Outcome, Error> {
         let mut is_new_template = false;
         loop {
             let template = self.aws.template(self.ec2, self.shape().as_ref(), self.until).await?;
@@ -172,7 +162,7 @@ impl Launch<'_> {
             };
             if lacks_template && self.is_our_template() && !is_new_template {
                 // The template was removed since: it is made again, once.
-                self.aws.forget_templates().await;
+                self.aws.templates.lock().await.clear();
                 is_new_template = true;
                 continue;
             }
@@ -226,7 +216,7 @@ impl Launch<'_> {
         &self,
         answer: CreateFleetOutput,
         offerings: &[Offering],
-    ) -> Result<Answer, Error> {
+    ) -> Result<Outcome, Error> {
         let mut outcome = Outcome::default();
         for one in answer.instances.unwrap_or_default() {
             let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
@@ -242,9 +232,9 @@ impl Launch<'_> {
         }
         if outcome.made.is_empty() && outcome.refused.is_empty() {
             // EC2 promises an answer to a repeated call, but not one that lists all VMs.
-            return self.earlier().await.map(Answer::Earlier);
+            return self.earlier().await;
         }
-        Ok(Answer::Done(outcome))
+        Ok(outcome)
     }
 
     fn is_our_template(&self) -> bool {
@@ -333,12 +323,12 @@ impl Launch<'_> {
     }
 
     /// Handles a call that EC2 refused as a whole or did not answer.
-    async fn not_done(&self, failure: Failure, offerings: &[Offering]) -> Result<Answer, Error> {
+    async fn not_done(&self, failure: Failure, offerings: &[Offering]) -> Result<Outcome, Error> {
         let code = failure.code().to_owned();
         let own = format!("{}: ", self.what());
         let is_quota = matches!(failure.error, Error::Quota { .. });
         match failure.error {
-            Error::KeyReused { .. } => self.earlier().await.map(Answer::Earlier),
+            Error::KeyReused { .. } => self.earlier().await,
             Error::Capacity { text, .. } | Error::Quota { text } => {
                 // The caller adds the name of the create once, before all texts.
                 let text = text.strip_prefix(&own).unwrap_or(&text);
@@ -350,12 +340,12 @@ impl Launch<'_> {
                         outcome.quotas.push(text.to_owned());
                     }
                 }
-                Ok(Answer::Done(outcome))
+                Ok(outcome)
             }
             error => {
                 if code.starts_with("InvalidAMIID") || code.starts_with("InvalidSubnet") {
                     // The cached facts may be out of date; the next create loads them again.
-                    self.aws.forget_facts().await;
+                    *self.aws.facts.lock().await = None;
                 }
                 Err(error)
             }
@@ -363,7 +353,7 @@ impl Launch<'_> {
     }
 
     /// Returns the VMs that an earlier call with this key made.
-    async fn earlier(&self) -> Result<Vec<Vm>, Error> {
+    async fn earlier(&self) -> Result<Outcome, Error> {
         let what = self.what();
         let digest = self.request.digest();
         let end = (Instant::now() + UNSEEN).min(self.until);
@@ -377,7 +367,8 @@ impl Launch<'_> {
                 )));
             }
             if !seen.is_empty() {
-                return Ok(seen);
+                let made = seen.iter().filter_map(|seen| self.created(seen)).collect();
+                return Ok(Outcome { made, is_earlier: true, ..Outcome::default() });
             }
             if Instant::now() + LOOK_AGAIN >= end {
                 let text = format!(
@@ -390,7 +381,7 @@ impl Launch<'_> {
         }
     }
 
-    async fn run(&self, offerings: &[Offering], token: &str) -> Result<Answer, Error> {
+    async fn run(&self, offerings: &[Offering], token: &str) -> Result<Outcome, Error> {
         let (Some(shape), Some(offering)) = (self.shape(), offerings.first()) else {
             return Err(Error::invalid(format!(
                 "{}: there is no image; set provider.aws.image-id",
@@ -440,9 +431,9 @@ impl Launch<'_> {
             outcome.made.push(created(id, addresses, Some(offering.machine.clone()))?);
         }
         if outcome.made.is_empty() {
-            return self.earlier().await.map(Answer::Earlier);
+            return self.earlier().await;
         }
-        Ok(Answer::Done(outcome))
+        Ok(outcome)
     }
 
     fn second_subnet(&self, offering: &Offering) -> Result<String, Error> {

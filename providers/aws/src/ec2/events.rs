@@ -2,7 +2,7 @@
 //! EventBridge, and as the status of the spot request. The provider polls the status, which needs no setup in the
 //! account: one call for 200 VMs, while there are any. May call DescribeSpotInstanceRequests.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -110,62 +110,45 @@ fn is_taken(code: &str) -> bool {
 
 /// Returns a stream of events of spot VMs. The watch runs while the stream is polled.
 pub(crate) fn follow(aws: Arc<Aws>) -> BoxStream<'static, ProviderEvent> {
-    let watch = Watch { aws, heard: VecDeque::new() };
-    stream::unfold(watch, |mut watch| async move {
-        let event = watch.next().await;
-        Some((event, watch))
-    })
-    .boxed()
-}
-
-struct Watch {
-    aws: Arc<Aws>,
-    heard: VecDeque<ProviderEvent>,
-}
-
-impl Watch {
-    async fn next(&mut self) -> ProviderEvent {
-        loop {
-            if let Some(event) = self.heard.pop_front() {
-                return event;
-            }
-            tokio::time::sleep(self.aws.config.spot_watch).await;
-            for ids in self.aws.spots.ids().chunks(MOST) {
-                if let Err(error) = self.inspect(ids).await {
-                    tracing::warn!(
-                        vms = ids.len(),
-                        "cannot find out whether EC2 takes spot VMs back: {error}"
-                    );
-                }
+    let looks = stream::unfold(aws, |aws| async move {
+        tokio::time::sleep(aws.config.spot_watch).await;
+        let mut heard = Vec::new();
+        for ids in aws.spots.ids().chunks(MOST) {
+            match inspect(&aws, ids).await {
+                Ok(events) => heard.extend(events),
+                Err(error) => tracing::warn!(
+                    vms = ids.len(),
+                    "cannot find out whether EC2 takes spot VMs back: {error}"
+                ),
             }
         }
-    }
+        Some((heard, aws))
+    });
+    looks.flat_map(stream::iter).boxed()
+}
 
-    async fn inspect(&mut self, ids: &[String]) -> Result<(), Error> {
-        let ec2 = &self.aws.ec2().await?.ec2;
-        let filter = Filter::builder().name("instance-id").set_values(Some(ids.to_vec())).build();
-        let ask = ec2.client.describe_spot_instance_requests().filters(filter);
-        let what = "check whether EC2 takes spot VMs back";
-        let found =
-            ec2.call("DescribeSpotInstanceRequests", "events", what, until(), || ask.clone().send()).await?;
-        for request in found.spot_instance_requests.unwrap_or_default() {
-            self.heard.extend(self.event(request));
-        }
-        Ok(())
-    }
+async fn inspect(aws: &Aws, ids: &[String]) -> Result<Vec<ProviderEvent>, Error> {
+    let ec2 = &aws.ec2().await?.ec2;
+    let filter = Filter::builder().name("instance-id").set_values(Some(ids.to_vec())).build();
+    let ask = ec2.client.describe_spot_instance_requests().filters(filter);
+    let what = "check whether EC2 takes spot VMs back";
+    let found =
+        ec2.call("DescribeSpotInstanceRequests", "events", what, until(), || ask.clone().send()).await?;
+    let requests = found.spot_instance_requests.unwrap_or_default();
+    Ok(requests.into_iter().filter_map(|request| event(aws, request)).collect())
+}
 
-    fn event(&self, request: SpotInstanceRequest) -> Option<ProviderEvent> {
-        let (id, status) = (request.instance_id?, request.status?);
-        let since =
-            status.update_time.and_then(|at| SystemTime::try_from(at).ok()).unwrap_or_else(SystemTime::now);
-        let (code, message) = (status.code.unwrap_or_default(), status.message.unwrap_or_default());
-        let (kind, offering) = self.aws.spots.note(&id, &code, &message, since)?;
-        if let Some(offering) = offering {
-            // The lost pod will be replaced, but not from an offering that EC2 has just run out of.
-            self.aws.planner.exhausted(&offering, &code);
-        }
-        Some(ProviderEvent { id: InstanceId::new(id).ok()?, kind })
+fn event(aws: &Aws, request: SpotInstanceRequest) -> Option<ProviderEvent> {
+    let (id, status) = (request.instance_id?, request.status?);
+    let since =
+        status.update_time.and_then(|at| SystemTime::try_from(at).ok()).unwrap_or_else(SystemTime::now);
+    let (code, message) = (status.code.unwrap_or_default(), status.message.unwrap_or_default());
+    let (kind, offering) = aws.spots.note(&id, &code, &message, since)?;
+    if let Some(offering) = offering {
+        // The lost pod will be replaced, but not from an offering that EC2 has just run out of.
+        aws.planner.exhausted(&offering, &code);
     }
+    Some(ProviderEvent { id: InstanceId::new(id).ok()?, kind })
 }
 
 #[cfg(test)]

@@ -48,20 +48,24 @@ pub(crate) struct Subnet {
 }
 
 impl Facts {
-    /// Loads all facts, independent ones at the same time.
-    ///
-    /// # Errors
-    /// All refusals in one text: every missing permission and every wrong setting.
+    /// Loads all facts, independent ones at the same time. An error has all refusals: every missing permission and every
+    /// wrong setting.
     pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> Result<Facts, Error> {
-        let network = network(ec2, config);
         let (network, image, types, sold, (prices, no_prices)) = tokio::join!(
-            network,
+            network(ec2, config),
             image(ec2, config),
             types(ec2, config),
             sold(ec2, config),
             prices::load(ec2, config)
         );
-        let (network, image, types, sold) = all(network, image, types, sold)?;
+        // All errors in one, so that the administrator can fix everything at once.
+        let errors =
+            [network.as_ref().err(), image.as_ref().err(), types.as_ref().err(), sold.as_ref().err()];
+        let errors: Vec<Error> = errors.into_iter().flatten().cloned().collect();
+        if !errors.is_empty() {
+            return Err(together(errors));
+        }
+        let (network, image, types, sold) = (network?, image?, types?, sold?);
         let places = network
             .subnets
             .iter()
@@ -76,25 +80,6 @@ impl Facts {
             catalogue,
             no_prices,
         })
-    }
-}
-
-/// Returns all answers, or all errors in one, so that the administrator can fix everything at once.
-fn all<A, B, C, D>(
-    a: Result<A, Error>,
-    b: Result<B, Error>,
-    c: Result<C, Error>,
-    d: Result<D, Error>,
-) -> Result<(A, B, C, D), Error> {
-    let mut errors = Vec::new();
-    let mut keep = |error: Option<Error>| errors.extend(error);
-    keep(a.as_ref().err().cloned());
-    keep(b.as_ref().err().cloned());
-    keep(c.as_ref().err().cloned());
-    keep(d.as_ref().err().cloned());
-    match (a, b, c, d) {
-        (Ok(a), Ok(b), Ok(c), Ok(d)) => Ok((a, b, c, d)),
-        _ => Err(together(errors)),
     }
 }
 
@@ -146,10 +131,7 @@ async fn network(ec2: &Ec2, config: &AwsConfig) -> Result<Network, Error> {
     Ok(Network { subnets, security_groups, account })
 }
 
-/// Returns these subnets and the account that owns them.
-///
-/// # Errors
-/// When one of the subnets does not exist.
+/// Returns these subnets and the account that owns them. Fails if one of them does not exist.
 pub(crate) async fn subnets(ec2: &Ec2, ids: &[String]) -> Result<(Vec<Subnet>, String), Error> {
     let what = "look at the subnets";
     let ask = ec2.client.describe_subnets().set_subnet_ids(Some(ids.to_vec()));
@@ -219,10 +201,7 @@ async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Erro
     }
 }
 
-/// Returns one AMI.
-///
-/// # Errors
-/// [`Error::Invalid`] when there is no such AMI.
+/// Returns one AMI. Fails if there is no such AMI.
 pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Result<ImageFacts, Error> {
     let what = format!("{what} {id}");
     let ask = ec2.client.describe_images().image_ids(id);
@@ -236,10 +215,7 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
     })
 }
 
-/// Returns the newest AMI for this architecture with a name that matches the pattern.
-///
-/// # Errors
-/// [`Error::Invalid`] when there is none.
+/// Returns the newest AMI for this architecture with a name that matches the pattern. Fails if there is none.
 pub(crate) async fn newest(
     ec2: &Ec2,
     name: &str,

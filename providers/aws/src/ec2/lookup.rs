@@ -6,11 +6,12 @@ use peerpod_provider_api::Error;
 use peerpod_provider_cloud::{Batcher, Window};
 use tokio::time::Instant;
 
-use crate::ec2::client::{Ec2, Failure};
+use crate::ec2::client::Ec2;
+use crate::ec2::refusal::Failure;
 
 /// Batcher that looks up objects by their ids, with one call for all concurrent callers. `None`: EC2 does not know the
 /// id.
-pub(crate) type Lookup<T> = Batcher<(), String, Option<T>>;
+pub(crate) type Lookup<T> = Batcher<String, Option<T>>;
 
 /// Creates the batcher. `by_ids` gets each id once, and returns the objects that exist.
 pub(crate) fn together<T, F>(
@@ -22,7 +23,7 @@ where
     T: Clone + Send + 'static,
     F: Future<Output = Result<HashMap<String, T>, Error>> + Send + 'static,
 {
-    Batcher::new(window, move |(), ids: Vec<String>, until| {
+    Batcher::new(window, move |ids: Vec<String>, until| {
         let mut each = ids.clone();
         each.sort();
         each.dedup();

@@ -8,7 +8,7 @@ use aws_sdk_ec2::types::SpotPrice;
 use peerpod_provider_api::{Error, Market};
 use peerpod_provider_cloud::Prices;
 
-use crate::config::{AwsConfig, Market as Markets, millionths};
+use crate::config::{AwsConfig, millionths};
 use crate::ec2::client::{Ec2, until};
 
 /// Maximum number of pages. 100 types in six zones have 600 lines.
@@ -22,7 +22,7 @@ pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> (Prices, Option<Error
         unsaid.retain(|name| *name != one.machine);
     }
     let mut error = None;
-    if config.market != Markets::OnDemand && !unsaid.is_empty() {
+    if config.markets.contains(&Market::Spot) && !unsaid.is_empty() {
         error = spot(ec2, unsaid, &mut prices).await.err();
     }
     for one in &config.prices {

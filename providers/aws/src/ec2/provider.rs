@@ -13,15 +13,15 @@ use futures_util::stream::BoxStream;
 use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
-    DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement,
-    Preflight, Provider, ProviderEvent, Volumes,
+    DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market, Owned, Placement, Preflight,
+    Provider, ProviderEvent, Volumes,
 };
-use peerpod_provider_cloud::{Need, Offering, Planner, Policy, Scheduler, Window, offerings};
+use peerpod_provider_cloud::{Offering, Planner, Policy, Scheduler, Window, offerings};
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use crate::config::{AwsConfig, Image, Market};
+use crate::config::{AwsConfig, Image, is_id};
 use crate::ec2::client::{self, Ec2, until};
 use crate::ec2::create::Launch;
 use crate::ec2::events;
@@ -39,9 +39,9 @@ const MAX_USER_DATA: usize = 16 << 10;
 const MAX_OFFERINGS: usize = 60;
 /// Time for which an id may be unknown to EC2 before it counts as absent. A VM that was made a moment ago has longer.
 const UNKNOWN: Duration = Duration::from_secs(10);
-/// Pauses between two lookups of a VM that is starting: the first one, then the others.
-const FIRST_LOOK: Duration = Duration::from_millis(300);
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
+pub(super) const FIRST_LOOK: Duration = Duration::from_millis(300);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Longest time for attaching disks before they are requested.
 const AHEAD: Duration = Duration::from_secs(300);
 
@@ -79,15 +79,10 @@ pub(crate) struct Connected {
 impl AwsProvider {
     /// Creates a provider from its settings; makes no call. With an empty node name it covers the VMs of all nodes.
     pub fn new(config: AwsConfig, cluster: &str, node: &str) -> AwsProvider {
-        let markets = match config.market {
-            Market::OnDemand => vec![ApiMarket::OnDemand],
-            Market::Spot => vec![ApiMarket::Spot],
-            Market::SpotFirst => vec![ApiMarket::Spot, ApiMarket::OnDemand],
-        };
         let policy = Policy {
             allowed: config.instance_types.clone(),
             default: config.instance_type.clone(),
-            markets,
+            markets: config.markets.clone(),
             arch: Some(arch(&config)),
             confidential: config.confidential.then_some(Confidential::SevSnp),
         };
@@ -130,9 +125,7 @@ impl Aws {
     }
 
     /// Waits until a VM is as wanted, or is ending. The caller sets the deadline by dropping the future.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] when there is no such VM.
+    /// Fails with [`Error::NotFound`] if there is no such VM.
     pub(crate) async fn wait_for(
         &self,
         id: &InstanceId,
@@ -148,9 +141,9 @@ impl Aws {
             } else {
                 &connected.inspect
             };
-            match inspect.ask((), id.as_str().to_owned(), until(), what).await {
+            match inspect.ask(id.as_str().to_owned(), until(), what).await {
                 Ok(Some(seen)) => {
-                    self.recent.seen(id.as_str());
+                    self.recent.seen(id);
                     self.spots.seen(&seen);
                     if is_as_wanted(&seen)
                         || matches!(seen.state, VmState::ShuttingDown | VmState::Terminated)
@@ -158,9 +151,7 @@ impl Aws {
                         return Ok(seen);
                     }
                 }
-                Ok(None)
-                    if self.recent.may_be_denied(id.as_str(), Instant::now())
-                        || since.elapsed() < UNKNOWN => {}
+                Ok(None) if self.recent.may_be_denied(id, Instant::now()) || since.elapsed() < UNKNOWN => {}
                 Ok(None) => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
                 Err(error) => return Err(error),
             }
@@ -187,7 +178,7 @@ impl Aws {
     }
 
     fn follows_spot(&self) -> bool {
-        self.config.market != Market::OnDemand && !self.config.spot_watch.is_zero()
+        self.config.markets.contains(&Market::Spot) && !self.config.spot_watch.is_zero()
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -201,7 +192,7 @@ impl Aws {
                 _ => vec![arch(&self.config)],
             },
             confidential: vec![Confidential::SevSnp],
-            spot: self.config.market != Market::OnDemand,
+            spot: self.config.markets.contains(&Market::Spot),
             zones: true,
             public_ip: true,
             second_nic: !self.config.second_subnet_ids.is_empty(),
@@ -216,24 +207,24 @@ impl Aws {
     async fn place(&self, request: &CreateRequest) -> Result<Placement, Error> {
         self.facts(false).await?;
         let what = format!("create of {}", request.name);
-        let mut need = Need::of(request);
+        let mut wanted = CreateRequest { user_data: String::new(), ..request.clone() };
         if let Some(zone) = volumes::zone_of(self, &request.disks, &what).await? {
-            need.disk_zone = Some(zone);
+            wanted.disks.iter_mut().for_each(|disk| disk.zone = Some(zone.clone()));
         }
         if request.second_nic {
             let second: Vec<String> = self.second_subnets().into_iter().map(|subnet| subnet.zone).collect();
-            need.zones = match &need.zones[..] {
-                [] => second,
-                wanted => wanted.iter().filter(|zone| second.contains(zone)).cloned().collect(),
-            };
-            if need.zones.is_empty() {
+            match &request.zones[..] {
+                [] => wanted.zones = second,
+                _ => wanted.zones.retain(|zone| second.contains(zone)),
+            }
+            if wanted.zones.is_empty() {
                 return Err(Error::invalid(format!(
                     "{what}: no subnet for its second NIC is in {}; add one to provider.aws.second-subnet-ids",
                     request.zones.join(" or ")
                 )));
             }
         }
-        self.planner.place(&request.name, &need, MAX_OFFERINGS)
+        self.planner.place(&wanted, MAX_OFFERINGS)
     }
 
     async fn make(
@@ -273,12 +264,6 @@ fn clean(aws: Arc<Aws>) {
             Err(error) => tracing::warn!("unattached NICs of failed launches stay: {error}"),
         }
     });
-}
-
-/// Returns whether the id has the form of EC2's VM ids. EC2 never returns other ids.
-fn is_id(id: &InstanceId) -> bool {
-    let hex = id.as_str().strip_prefix("i-").unwrap_or_default();
-    (8..=17).contains(&hex.len()) && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 #[async_trait]
@@ -323,7 +308,7 @@ impl Provider for AwsProvider {
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         let what = format!("addresses of VM {id}");
-        if !is_id(id) {
+        if !is_id(id.as_str(), "i-") {
             return Err(Error::not_found(format!("{what}: this is no EC2 instance id")));
         }
         let aws = &self.0;
@@ -341,18 +326,18 @@ impl Provider for AwsProvider {
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
-        if !is_id(id) {
+        if !is_id(id.as_str(), "i-") {
             return Ok(());
         }
         let aws = &self.0;
         let what = format!("delete of VM {id}");
-        let is_known = aws.ec2().await?.terminate.ask((), id.as_str().to_owned(), until(), &what).await?;
-        if !is_known && aws.recent.may_be_denied(id.as_str(), Instant::now()) {
+        let known = aws.ec2().await?.terminate.ask(id.as_str().to_owned(), until(), &what).await?;
+        if known.is_none() && aws.recent.may_be_denied(id, Instant::now()) {
             return Err(Error::transient(format!(
                 "{what}: EC2 does not know it yet, it was made a moment ago; it is tried again"
             )));
         }
-        aws.recent.seen(id.as_str());
+        aws.recent.seen(id);
         aws.names.forget(id.as_str());
         aws.spots.forget(id.as_str());
         Ok(())
@@ -395,17 +380,7 @@ impl Batch for AwsProvider {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
-        let most = self.0.config.batch;
-        if count.get() > most {
-            return Err(Error::invalid(format!(
-                "create of {count} VMs like {}: the limit of one call is {most}",
-                request.name
-            )));
-        }
-        if !request.disks.is_empty() {
-            let text = format!("create of {count} VMs like {}: a disk attaches to one VM only", request.name);
-            return Err(Error::unsupported("disks", text));
-        }
+        self.0.capabilities().check_batch(request, count, "aws")?;
         if request.second_nic {
             let text = format!("create of {count} VMs like {}: a fleet gives one NIC each", request.name);
             return Err(Error::unsupported("second_nic", text));
@@ -429,7 +404,7 @@ impl Volumes for AwsProvider {
 impl Console for AwsProvider {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
         let what = format!("console of VM {id}");
-        if !is_id(id) {
+        if !is_id(id.as_str(), "i-") {
             return Err(Error::not_found(format!("{what}: this is no EC2 instance id")));
         }
         let ec2 = &self.0.ec2().await?.ec2;

@@ -21,8 +21,7 @@ pub(crate) struct Recent(Mutex<HashMap<InstanceId, Made>>);
 #[derive(Debug)]
 struct Made {
     at: Instant,
-    key: IdempotencyKey,
-    name: String,
+    owned: Owned,
     /// Whether EC2 has shown the VM; from then on its answers about the VM are reliable.
     seen: bool,
 }
@@ -38,12 +37,16 @@ impl Recent {
         {
             all.remove(&oldest);
         }
-        all.entry(id.clone()).or_insert(Made {
-            at: now,
-            key: key.clone(),
-            name: name.to_owned(),
-            seen: false,
-        });
+        let owned = Owned {
+            id: id.clone(),
+            key: Some(key.clone()),
+            name: Some(name.to_owned()),
+            state: OwnedState::Pending,
+            addresses: Vec::new(),
+            created: None,
+            node: None,
+        };
+        all.entry(id.clone()).or_insert(Made { at: now, owned, seen: false });
     }
 
     /// Returns whether more than two VMs were made within [`BURST`].
@@ -53,16 +56,14 @@ impl Recent {
     }
 
     /// Returns whether EC2 may not know the VM although it exists.
-    pub(crate) fn may_be_denied(&self, id: &str, now: Instant) -> bool {
-        let all = self.0.lock();
-        all.iter().any(|(one, made)| {
-            one.as_str() == id && !made.seen && now.saturating_duration_since(made.at) < RECENT
-        })
+    pub(crate) fn may_be_denied(&self, id: &InstanceId, now: Instant) -> bool {
+        let is_new = |made: &Made| !made.seen && now.saturating_duration_since(made.at) < RECENT;
+        self.0.lock().get(id).is_some_and(is_new)
     }
 
     /// Records that EC2 has shown the VM, or has deleted it.
-    pub(crate) fn seen(&self, id: &str) {
-        if let Some((_, made)) = self.0.lock().iter_mut().find(|(one, _)| one.as_str() == id) {
+    pub(crate) fn seen(&self, id: &InstanceId) {
+        if let Some(made) = self.0.lock().get_mut(id) {
             made.seen = true;
         }
     }
@@ -76,17 +77,7 @@ impl Recent {
                 made.seen = true;
             }
         }
-        let unseen = all.iter().filter(|(_, made)| !made.seen);
-        let owned = unseen.map(|(id, made)| Owned {
-            id: id.clone(),
-            key: Some(made.key.clone()),
-            name: Some(made.name.clone()),
-            state: OwnedState::Pending,
-            addresses: Vec::new(),
-            created: None,
-            node: None,
-        });
-        owned.collect()
+        all.values().filter(|made| !made.seen).map(|made| made.owned.clone()).collect()
     }
 }
 
@@ -101,16 +92,16 @@ mod tests {
         let id = |text: &str| InstanceId::new(text).unwrap();
         recent.made(&id("i-1"), &key, "a", now);
         recent.made(&id("i-2"), &key, "b", now);
-        assert!(recent.may_be_denied("i-1", now) && !recent.is_burst(now));
+        assert!(recent.may_be_denied(&id("i-1"), now) && !recent.is_burst(now));
         assert_eq!(recent.missing_from(&[], now).len(), 2);
-        recent.seen("i-1");
-        assert!(!recent.may_be_denied("i-1", now) && recent.may_be_denied("i-2", now));
+        recent.seen(&id("i-1"));
+        assert!(!recent.may_be_denied(&id("i-1"), now) && recent.may_be_denied(&id("i-2"), now));
         let missing = recent.missing_from(&[], now);
         assert_eq!(missing.iter().map(|one| one.id.as_str()).collect::<Vec<_>>(), ["i-2"]);
         assert_eq!(recent.missing_from(&missing, now), [], "the list has it");
         recent.made(&id("i-3"), &key, "c", now);
         assert!(recent.is_burst(now) && !recent.is_burst(now + BURST));
         let later = now + RECENT;
-        assert!(!recent.may_be_denied("i-3", later) && recent.missing_from(&[], later).is_empty());
+        assert!(!recent.may_be_denied(&id("i-3"), later) && recent.missing_from(&[], later).is_empty());
     }
 }

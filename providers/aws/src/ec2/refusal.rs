@@ -8,34 +8,26 @@ use peerpod_provider_api::Error;
 /// Maximum length of EC2's message in an error. EC2's authorization failures contain kilobytes of ciphertext.
 const MAX_MESSAGE: usize = 400;
 
-/// Failed call.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Ec2Refusal {
-    /// EC2 action, like `CreateFleet`.
-    pub action: &'static str,
-    /// Purpose of the call, like `create of web-0`.
-    pub what: String,
-    /// Cause.
-    pub why: Why,
+/// Failed call: the error to return, and EC2's answer.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub error: Error,
+    /// EC2's code and message; empty if EC2 did not answer.
+    code: String,
+    message: String,
 }
 
-/// Cause of a failed call.
-#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Why {
-    /// EC2 answered with an error.
+    /// EC2 answered with an error and this HTTP status.
     Said {
-        /// Error code, like `InsufficientInstanceCapacity`.
         code: String,
-        /// EC2's message.
         message: String,
-        /// HTTP status.
         status: u16,
     },
     /// The request was sent, but not answered; EC2 may have executed it.
     NoAnswer(String),
     /// There are no credentials for the signature.
     NoCredentials(String),
-    /// The SDK could not build the request.
     Unsent(String),
 }
 
@@ -52,23 +44,71 @@ pub(crate) enum Meaning {
     Transient,
 }
 
-impl Ec2Refusal {
-    /// Returns the code; empty if EC2 did not answer.
-    pub(crate) fn code(&self) -> &str {
-        match &self.why {
-            Why::Said { code, .. } => code,
-            _ => "",
-        }
+impl Failure {
+    /// Returns the failure of this call of an action, like `CreateFleet`, for an attempt, like `create of web-0`.
+    pub(crate) fn new(action: &str, what: &str, why: Why) -> Failure {
+        let (mut code, mut message) = (String::new(), String::new());
+        let error = match why {
+            Why::Said { code: said, message: words, status } => {
+                let meaning = meaning(&said, status);
+                let text = format!(
+                    "EC2 refused {action}: {said}: {}; {}",
+                    clip(&words),
+                    remedy(&said, meaning, action)
+                );
+                (code, message) = (said, words);
+                by_meaning(meaning, what, text)
+            }
+            Why::NoAnswer(why) => Error::transient(format!(
+                "no answer from EC2 to {action}: {}; its effect is unknown, so the same call is repeated; check the route \
+                 from the node to the EC2 endpoint",
+                clip(&why)
+            )),
+            Why::NoCredentials(why) => Error::Auth {
+                text: format!(
+                    "{action} could not be signed: {}; give access-key-id and secret-key, a profile, or let the node or its \
+                     service account have a role (IRSA, pod identity, instance profile)",
+                    clip(&why)
+                ),
+            },
+            Why::Unsent(why) => Error::invalid(format!(
+                "{action} could not be built: {}; correct the settings below provider.aws",
+                clip(&why)
+            )),
+        };
+        Failure { error: error.during(what), code, message }
     }
 
-    /// Returns the ids that the message (of a `…NotFound`) names.
+    /// Returns EC2's error code; empty without one.
+    pub(crate) fn code(&self) -> &str {
+        &self.code
+    }
+
+    /// Returns the ids that EC2's message (of a `…NotFound`) names.
     pub(crate) fn ids(&self, prefix: &str) -> Vec<String> {
-        let Why::Said { message, .. } = &self.why else { return Vec::new() };
-        message
-            .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
+        let words = self.message.split(|c: char| !c.is_ascii_alphanumeric() && c != '-');
+        words
             .filter(|word| word.starts_with(prefix) && word.len() > prefix.len())
             .map(str::to_owned)
             .collect()
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure { error, code: String::new(), message: String::new() }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Error {
+        failure.error
+    }
+}
+
+impl AsRef<Error> for Failure {
+    fn as_ref(&self) -> &Error {
+        &self.error
     }
 }
 
@@ -124,7 +164,6 @@ pub(crate) fn meaning(code: &str, status: u16) -> Meaning {
     }
 }
 
-/// Returns the remedy for an error code.
 pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
     let text = match code {
         "UnauthorizedOperation" | "AccessDenied" | "AccessDeniedException" => {
@@ -174,50 +213,22 @@ pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
         "InvalidLaunchTemplateName.NotFoundException" | "InvalidLaunchTemplateId.NotFound" => {
             "correct launch-template, or remove it to have one made"
         }
-        _ => match meaning {
-            Meaning::Throttled => "it is tried again more slowly; others in the account use the same limit",
-            Meaning::Capacity => "allow more instance-types or give subnet-ids in more zones",
-            Meaning::Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
-            Meaning::Auth => "check the credentials and their permissions",
-            Meaning::Transient => "it is tried again; if it stays, look at the AWS health dashboard",
-            Meaning::KeyReused => "this is a bug in Peerpod, report it",
-            Meaning::NotFound | Meaning::Invalid => {
-                "correct the settings below provider.aws, or the pod's annotations"
-            }
-        },
+        _ => usual_remedy(meaning),
     };
     text.to_owned()
 }
 
-impl From<Ec2Refusal> for Error {
-    fn from(refusal: Ec2Refusal) -> Error {
-        let Ec2Refusal { action, what, why } = refusal;
-        match why {
-            Why::Said { code, message, status } => {
-                let meaning = meaning(&code, status);
-                let text = format!(
-                    "{what}: EC2 refused {action}: {code}: {}; {}",
-                    clip(&message),
-                    remedy(&code, meaning, action)
-                );
-                by_meaning(meaning, &what, text)
-            }
-            Why::NoAnswer(why) => Error::transient(format!(
-                "{what}: no answer from EC2 to {action}: {}; its effect is unknown, so the same call is \
-                 repeated; check the route from the node to the EC2 endpoint",
-                clip(&why)
-            )),
-            Why::NoCredentials(why) => Error::Auth {
-                text: format!(
-                    "{what}: {action} could not be signed: {}; give access-key-id and secret-key, a profile, or let the \
-                     node or its service account have a role (IRSA, pod identity, instance profile)",
-                    clip(&why)
-                ),
-            },
-            Why::Unsent(why) => Error::invalid(format!(
-                "{what}: {action} could not be built: {}; correct the settings below provider.aws",
-                clip(&why)
-            )),
+/// Returns the remedy for a code that has none of its own.
+fn usual_remedy(meaning: Meaning) -> &'static str {
+    match meaning {
+        Meaning::Throttled => "it is tried again more slowly; others in the account use the same limit",
+        Meaning::Capacity => "allow more instance-types or give subnet-ids in more zones",
+        Meaning::Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
+        Meaning::Auth => "check the credentials and their permissions",
+        Meaning::Transient => "it is tried again; if it stays, look at the AWS health dashboard",
+        Meaning::KeyReused => "this is a bug in Peerpod, report it",
+        Meaning::NotFound | Meaning::Invalid => {
+            "correct the settings below provider.aws, or the pod's annotations"
         }
     }
 }
@@ -255,7 +266,7 @@ mod tests {
 
     fn said(code: &str, status: u16, message: &str) -> Error {
         let why = Why::Said { code: code.to_owned(), message: message.to_owned(), status };
-        Ec2Refusal { action: "CreateFleet", what: "create of web-0".to_owned(), why }.into()
+        Failure::new("CreateFleet", "create of web-0", why).error
     }
 
     #[test]
@@ -305,14 +316,12 @@ mod tests {
     fn the_missing_ids_are_found_in_the_message() {
         let message = "The instance IDs 'i-0123, i-4567' do not exist".to_owned();
         let why = Why::Said { code: "InvalidInstanceID.NotFound".to_owned(), message, status: 400 };
-        let refusal = Ec2Refusal { action: "TerminateInstances", what: String::new(), why };
-        assert_eq!(refusal.ids("i-"), ["i-0123", "i-4567"]);
+        assert_eq!(Failure::new("TerminateInstances", "", why).ids("i-"), ["i-0123", "i-4567"]);
     }
 
     #[test]
     fn a_call_without_an_answer_may_have_had_its_effect() {
-        let refusal =
-            |why| Error::from(Ec2Refusal { action: "CreateFleet", what: "create of a".to_owned(), why });
+        let refusal = |why| Failure::new("CreateFleet", "create of a", why).error;
         assert_eq!(refusal(Why::NoAnswer("reset".into())).class(), "transient");
         let none = refusal(Why::NoCredentials("no providers".into()));
         assert!(none.class() == "auth" && none.to_string().contains("IRSA"), "{none}");

@@ -2,44 +2,37 @@
 //! deleted with its VM. NICs that EC2 left behind are deleted at preflight and every ten minutes. May call
 //! TerminateInstances, DescribeNetworkInterfaces, DeleteNetworkInterface.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use aws_sdk_ec2::types::Filter;
 use parking_lot::Mutex;
 use peerpod_provider_api::Error;
-use peerpod_provider_cloud::{Batcher, Window};
+use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::lookup;
 use crate::ec2::tags::{self, VmOwner};
 
-/// Batcher that terminates VMs, with one call for all concurrent callers. `false`: EC2 does not know the VM.
-pub(crate) type Terminate = Batcher<(), String, bool>;
+/// Batcher that terminates VMs. `None`: EC2 does not know the VM.
+pub(crate) type Terminate = lookup::Lookup<()>;
 
 pub(crate) fn terminate(ec2: Ec2) -> Terminate {
-    Batcher::new(Window::LIST, move |(), ids: Vec<String>, until| {
-        let ec2 = ec2.clone();
-        async move {
-            let unknown = by_ids(&ec2, ids.clone(), until).await?;
-            Ok(ids.iter().map(|id| Ok(!unknown.contains(id))).collect())
-        }
-    })
+    lookup::together(ec2, Window::LIST, by_ids)
 }
 
-/// Requests the termination of all these VMs; returns those that EC2 does not know.
-async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<String>, Error> {
-    ids.sort();
-    ids.dedup();
+/// Requests the termination of all these VMs; returns those that EC2 knows.
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, ()>, Error> {
+    let ec2 = &ec2;
     let terminate = |ids: Vec<String>| async move {
         let what = lookup::what("delete of", "VM", &ids);
         let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids));
         ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await
     };
     let is_unknown = |code: &str| code.starts_with("InvalidInstanceID");
-    let (_, unknown) = lookup::of_known(ids, "i-", is_unknown, terminate).await?;
-    Ok(unknown)
+    let (_, unknown) = lookup::of_known(ids.clone(), "i-", is_unknown, terminate).await?;
+    Ok(ids.into_iter().filter(|id| !unknown.contains(id)).map(|id| (id, ())).collect())
 }
 
 /// Interval between two searches for stray NICs.
@@ -80,9 +73,6 @@ impl Strays {
     }
 
     /// Searches, and deletes the NICs that had no VM at the last search, either. Returns their number.
-    ///
-    /// # Errors
-    /// When EC2 refuses.
     pub(crate) async fn clean(&self, ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
         let nics = self.again(stray_nics(ec2, owner).await?);
         delete_nics(ec2, nics).await
@@ -90,9 +80,6 @@ impl Strays {
 }
 
 /// Deletes all NICs without a VM at once; for use before any launch. Returns their number.
-///
-/// # Errors
-/// When EC2 refuses.
 pub(crate) async fn clean(ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
     delete_nics(ec2, stray_nics(ec2, owner).await?).await
 }

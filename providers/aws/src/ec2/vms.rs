@@ -149,9 +149,6 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
 
 /// Returns every VM of this cluster and node that is not terminated, from all pages. An empty node name stands for all
 /// nodes of the cluster.
-///
-/// # Errors
-/// When one page could not be loaded.
 pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result<Vec<Vm>, Error> {
     let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
     if !owner.node.is_empty() {
@@ -161,9 +158,6 @@ pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result
 }
 
 /// Returns the VMs that were made with this key and are not terminated.
-///
-/// # Errors
-/// When EC2 does not return the list.
 pub(crate) async fn by_key(
     ec2: &Ec2,
     key: &IdempotencyKey,

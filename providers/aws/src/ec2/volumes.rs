@@ -5,7 +5,6 @@
 //! User Guide, "Identify NVMe devices"). The device name that EC2 requires has no meaning on such machines.
 
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
 
 use aws_sdk_ec2::types::{Volume, VolumeAttachmentState, VolumeState};
 use futures_util::future::join_all;
@@ -14,14 +13,12 @@ use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
+use crate::config::is_id;
 use crate::ec2::Aws;
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::lookup;
+use crate::ec2::provider::{FIRST_LOOK, LOOK_AGAIN};
 use crate::ec2::vms::VmState;
-
-/// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
-const FIRST_LOOK: Duration = Duration::from_millis(300);
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A volume as EC2 shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,8 +71,7 @@ pub(crate) fn identity(volume: &str) -> DiskIdentity {
 
 /// Checks that the text has the form of a volume id.
 fn checked(volume: &str, what: &str) -> Result<(), Error> {
-    let hex = volume.strip_prefix("vol-").unwrap_or_default();
-    if hex.len() >= 8 && hex.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
+    if is_id(volume, "vol-") {
         return Ok(());
     }
     let shown: String = volume.chars().take(40).collect();
@@ -122,7 +118,7 @@ pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Res
     let mut first: Option<(&str, String)> = None;
     let looks = disks.iter().map(|disk| async move {
         checked(&disk.volume, what)?;
-        let seen = aws.ec2().await?.volumes.ask((), disk.volume.clone(), until(), what).await?;
+        let seen = aws.ec2().await?.volumes.ask(disk.volume.clone(), until(), what).await?;
         let seen = seen.ok_or_else(|| {
             Error::invalid(format!(
                 "{what}: there is no volume {} in this region; correct the pod's volume",
@@ -169,7 +165,7 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
     let mut pause = FIRST_LOOK;
     let mut is_asked = false;
     loop {
-        let seen = ec2.volumes.ask((), volume.clone(), until(), &what).await?;
+        let seen = ec2.volumes.ask(volume.clone(), until(), &what).await?;
         let seen = seen.ok_or_else(|| Error::not_found(format!("{what}: there is no such volume")))?;
         match seen.on.iter().find(|(vm, _)| vm == id.as_str()) {
             Some((_, true)) => return Ok(identity(volume)),
@@ -215,21 +211,14 @@ async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &EbsVolume, what: &
     let in_use = failure.error.to_string().contains("already in use");
     match failure.code() {
         // An attachment that EC2 does not list yet has the name. The name stays reserved, and the next one is tried.
-        "InvalidParameterValue" | "InvalidDevice.InUse" if in_use => Ok(false),
-        // The volume is being attached, or is on another VM; the next lookup shows it.
-        "VolumeInUse" => {
-            aws.names.give_back(id.as_str(), &name);
-            Ok(false)
-        }
-        // EC2 listed the VM as running a moment ago; its answers are not consistent yet.
-        "IncorrectState" | "IncorrectInstanceState" => {
-            aws.names.give_back(id.as_str(), &name);
-            Ok(false)
-        }
-        _ => {
-            aws.names.give_back(id.as_str(), &name);
-            Err(failure.into())
-        }
+        "InvalidParameterValue" | "InvalidDevice.InUse" if in_use => return Ok(false),
+        _ => aws.names.give_back(id.as_str(), &name),
+    }
+    match failure.code() {
+        // The volume is being attached, or is on another VM; the next lookup shows it. Or EC2 listed the VM as running
+        // a moment ago; its answers are not consistent yet.
+        "VolumeInUse" | "IncorrectState" | "IncorrectInstanceState" => Ok(false),
+        _ => Err(failure.into()),
     }
 }
 

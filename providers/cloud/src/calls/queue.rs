@@ -2,8 +2,7 @@
 //! and that ends when none waits.
 //!
 //! The order is fair queueing in rounds. A call joins the current round, or the round after the last one of its owner.
-//! Each owner therefore gets one call per round, however many it has. The number of calls ahead of a new one is the sum
-//! over the rounds up to its own. There are at most as many rounds as the longest owner has calls.
+//! Each owner therefore gets one call per round, however many it has.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,45 +10,42 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::table::BucketLimits;
-use super::tokens::TokenBuckets;
+use super::tokens::TokenBucket;
 
 /// Time reserved for the cloud's answer; at most a tenth of the time to the deadline.
 const ANSWER: Duration = Duration::from_secs(2);
 
 /// Reason why a call gets no turn.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum NoTurn {
-    /// According to the forecast, the turn would come too late.
-    TooLong { ahead: u32, wait: Duration },
-    /// The deadline came first: tokens came more slowly than forecast.
-    TimeIsOver { ahead: u32 },
+pub(super) struct NoTurn {
+    /// Number of calls that wait before it.
+    pub(super) ahead: u32,
+    /// Forecast of the wait, if it is too long. `None`: the deadline came first, because tokens came more slowly than
+    /// forecast.
+    pub(super) wait: Option<Duration>,
 }
 
-/// All queues of an account.
-pub(super) struct Queues {
-    tokens: TokenBuckets,
-    by_bucket: Mutex<HashMap<&'static str, Queue>>,
-}
+/// All queues of an account, by bucket.
+#[derive(Default)]
+pub(super) struct Queues(Mutex<HashMap<&'static str, Queue>>);
 
 /// Position in a queue: the round, and the order of arrival.
 type Place = (u64, u64);
 
-#[derive(Default)]
 struct Queue {
+    tokens: TokenBucket,
     waiting: BTreeMap<Place, Waiter>,
     owners: HashMap<Arc<str>, Owner>,
-    /// Number of waiting calls in each round.
-    rounds: BTreeMap<u64, u32>,
     /// Round that is being served.
     round: u64,
     came: u64,
     running: u32,
     at_once: u32,
-    /// Whether the task that hands out tokens is running.
-    served: bool,
+    /// Task that hands out tokens, while calls wait.
+    server: Option<AbortHandle>,
     wake: Arc<Notify>,
 }
 
@@ -64,6 +60,20 @@ struct Owner {
 }
 
 impl Queue {
+    fn new(limits: BucketLimits) -> Queue {
+        Queue {
+            tokens: TokenBucket::new(limits),
+            waiting: BTreeMap::new(),
+            owners: HashMap::new(),
+            round: 0,
+            came: 0,
+            running: 0,
+            at_once: limits.at_once,
+            server: None,
+            wake: Arc::default(),
+        }
+    }
+
     fn join(&mut self, owner: &str, grant: oneshot::Sender<Permit>) -> Place {
         let round = self.round_of(owner);
         let owner: Arc<str> = match self.owners.get_key_value(owner) {
@@ -73,7 +83,6 @@ impl Queue {
         let entry = self.owners.entry(Arc::clone(&owner)).or_insert(Owner { last: round, waiting: 0 });
         entry.last = round;
         entry.waiting += 1;
-        *self.rounds.entry(round).or_default() += 1;
         self.came += 1;
         let place = (round, self.came);
         self.waiting.insert(place, Waiter { owner, grant });
@@ -84,19 +93,13 @@ impl Queue {
         self.owners.get(owner).map_or(self.round, |owner| self.round.max(owner.last + 1))
     }
 
-    /// Number of waiting calls that go before a new call of this round.
-    fn ahead(&self, round: u64) -> u32 {
-        self.rounds.range(..=round).fold(0, |sum, (_, count)| sum.saturating_add(*count))
+    /// Number of waiting calls before this position.
+    fn ahead(&self, place: Place) -> u32 {
+        u32::try_from(self.waiting.range(..place).count()).unwrap_or(u32::MAX)
     }
 
     fn leave(&mut self, place: Place) -> Option<Waiter> {
         let waiter = self.waiting.remove(&place)?;
-        if let Some(count) = self.rounds.get_mut(&place.0) {
-            *count -= 1;
-            if *count == 0 {
-                self.rounds.remove(&place.0);
-            }
-        }
         if let Some(owner) = self.owners.get_mut(&waiter.owner) {
             owner.waiting -= 1;
             if owner.waiting == 0 {
@@ -118,10 +121,6 @@ impl Queue {
 }
 
 impl Queues {
-    pub(super) fn new(tokens: TokenBuckets) -> Arc<Queues> {
-        Arc::new(Queues { tokens, by_bucket: Mutex::default() })
-    }
-
     /// Waits for a token and a slot, as long as the answer can still come in time.
     pub(super) async fn turn(
         self: &Arc<Queues>,
@@ -133,23 +132,23 @@ impl Queues {
         let now = Instant::now();
         let latest = latest(now, deadline);
         let (mut granted, waiting) = {
-            let mut queues = self.by_bucket.lock();
-            let queue = queues.entry(bucket).or_default();
-            queue.at_once = limits.at_once;
-            if queue.waiting.is_empty() && !queue.is_full() && self.tokens.take(bucket, now).is_ok() {
+            let mut queues = self.0.lock();
+            let queue = queues.entry(bucket).or_insert_with(|| Queue::new(*limits));
+            if queue.waiting.is_empty() && !queue.is_full() && queue.tokens.take(now).is_ok() {
                 queue.running += 1;
                 return Ok(self.permit(bucket));
             }
-            let ahead = queue.ahead(queue.round_of(owner));
-            let at = self.tokens.forecast(bucket, ahead, now);
+            let ahead = queue.ahead((queue.round_of(owner), u64::MAX));
+            let at = queue.tokens.forecast(ahead, now);
             if at > latest {
-                return Err(NoTurn::TooLong { ahead, wait: at.saturating_duration_since(now) });
+                return Err(NoTurn { ahead, wait: Some(at.saturating_duration_since(now)) });
             }
             let (grant, granted) = oneshot::channel();
             let place = queue.join(owner, grant);
-            if !queue.served {
-                queue.served = true;
-                tokio::spawn(Arc::clone(self).serve(bucket, Arc::clone(&queue.wake)));
+            // A task that ended with its runtime is finished, too.
+            if queue.server.as_ref().is_none_or(AbortHandle::is_finished) {
+                let task = tokio::spawn(Arc::clone(self).serve(bucket, Arc::clone(&queue.wake)));
+                queue.server = Some(task.abort_handle());
             }
             (granted, Waiting { queues: self, bucket, place })
         };
@@ -157,7 +156,7 @@ impl Queues {
             biased;
             // The sender is dropped unsent only together with the whole queue; then no grant can come.
             Ok(permit) = &mut granted => Ok(permit),
-            () = tokio::time::sleep_until(latest) => Err(NoTurn::TimeIsOver { ahead: waiting.ahead() }),
+            () = tokio::time::sleep_until(latest) => Err(NoTurn { ahead: waiting.ahead(), wait: None }),
         }
     }
 
@@ -167,10 +166,9 @@ impl Queues {
 
     /// Hands out tokens of one bucket as long as calls wait.
     async fn serve(self: Arc<Queues>, bucket: &'static str, wake: Arc<Notify>) {
-        let mut served = Served { queues: &self, bucket, ended: false };
         loop {
             let (grants, pause) = {
-                let mut queues = self.by_bucket.lock();
+                let mut queues = self.0.lock();
                 let Some(queue) = queues.get_mut(bucket) else { return };
                 let mut grants = Vec::new();
                 let pause = loop {
@@ -180,7 +178,7 @@ impl Queues {
                     if queue.is_full() {
                         break Pause::UntilWoken;
                     }
-                    match self.tokens.take(bucket, Instant::now()) {
+                    match queue.tokens.take(Instant::now()) {
                         Err(at) => break Pause::Until(at),
                         Ok(()) => {
                             let Some(waiter) = queue.next() else { break Pause::Ended };
@@ -191,7 +189,7 @@ impl Queues {
                 };
                 if matches!(pause, Pause::Ended) {
                     // Under the same lock as the check of the queue, so that a new call starts another task.
-                    queue.served = false;
+                    queue.server = None;
                 }
                 (grants, pause)
             };
@@ -200,10 +198,7 @@ impl Queues {
                 drop(grant.send(self.permit(bucket)));
             }
             match pause {
-                Pause::Ended => {
-                    served.ended = true;
-                    return;
-                }
+                Pause::Ended => return,
                 Pause::UntilWoken => wake.notified().await,
                 Pause::Until(at) => {
                     tokio::select! {
@@ -215,11 +210,11 @@ impl Queues {
         }
     }
 
-    /// Number of entries in each queue: waiters, owners and rounds.
+    /// Number of entries in each queue: waiters and owners.
     #[cfg(test)]
     pub(super) fn kept(&self) -> HashMap<&'static str, usize> {
-        let kept = |queue: &Queue| queue.waiting.len() + queue.owners.len() + queue.rounds.len();
-        self.by_bucket.lock().iter().map(|(bucket, queue)| (*bucket, kept(queue))).collect()
+        let kept = |queue: &Queue| queue.waiting.len() + queue.owners.len();
+        self.0.lock().iter().map(|(bucket, queue)| (*bucket, kept(queue))).collect()
     }
 }
 
@@ -236,23 +231,6 @@ enum Pause {
     Until(Instant),
 }
 
-/// Clears `served` if the serving task is dropped with its runtime, so that the next call starts another task.
-struct Served<'l> {
-    queues: &'l Queues,
-    bucket: &'static str,
-    ended: bool,
-}
-
-impl Drop for Served<'_> {
-    fn drop(&mut self) {
-        if !self.ended
-            && let Some(queue) = self.queues.by_bucket.lock().get_mut(self.bucket)
-        {
-            queue.served = false;
-        }
-    }
-}
-
 /// Position in a queue. It is released when its waiter is dropped.
 struct Waiting<'l> {
     queues: &'l Queues,
@@ -262,16 +240,13 @@ struct Waiting<'l> {
 
 impl Waiting<'_> {
     fn ahead(&self) -> u32 {
-        let queues = self.queues.by_bucket.lock();
-        let before = |queue: &Queue| queue.waiting.range(..self.place).count();
-        u32::try_from(queues.get(self.bucket).map_or(0, before)).unwrap_or(u32::MAX)
+        self.queues.0.lock().get(self.bucket).map_or(0, |queue| queue.ahead(self.place))
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let left =
-            self.queues.by_bucket.lock().get_mut(self.bucket).and_then(|queue| queue.leave(self.place));
+        let left = self.queues.0.lock().get_mut(self.bucket).and_then(|queue| queue.leave(self.place));
         // Dropped outside the lock, as a precaution.
         drop(left);
     }
@@ -294,21 +269,25 @@ impl Permit {
     /// Reports that the cloud throttled the call.
     pub(super) fn throttled(self, after: Option<Duration>) {
         let now = Instant::now();
-        self.queues.tokens.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
+        if let Some(queue) = self.queues.0.lock().get_mut(self.bucket) {
+            queue.tokens.throttled(self.sent.unwrap_or(now), after, now);
+        }
     }
 
     /// Reports that the cloud answered the call.
     pub(super) fn answered(self) {
-        self.queues.tokens.answered(self.bucket, Instant::now());
+        if let Some(queue) = self.queues.0.lock().get_mut(self.bucket) {
+            queue.tokens.answered(Instant::now());
+        }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if self.sent.is_none() {
-            self.queues.tokens.give_back(self.bucket, Instant::now());
-        }
-        if let Some(queue) = self.queues.by_bucket.lock().get_mut(self.bucket) {
+        if let Some(queue) = self.queues.0.lock().get_mut(self.bucket) {
+            if self.sent.is_none() {
+                queue.tokens.give_back(Instant::now());
+            }
             queue.running = queue.running.saturating_sub(1);
             queue.wake.notify_one();
         }

@@ -62,11 +62,6 @@ impl Table {
         };
         self.rows.iter().find(named).map_or((OTHER, &self.other), |row| (row.bucket, &row.limits))
     }
-
-    /// Returns all buckets.
-    pub fn buckets(&self) -> impl Iterator<Item = (&'static str, &BucketLimits)> {
-        self.rows.iter().map(|row| (row.bucket, &row.limits)).chain([(OTHER, &self.other)])
-    }
 }
 
 #[cfg(test)]

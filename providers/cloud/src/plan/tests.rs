@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use peerpod_provider_api::DiskRequest;
 use proptest::prelude::*;
 
 use super::*;
@@ -32,9 +33,25 @@ fn on_demand(types: &[MachineType]) -> Policy {
     }
 }
 
-fn size(vcpus: u32, gib: u64) -> Need {
+fn size(vcpus: u32, gib: u64) -> CreateRequest {
     let size = Size { vcpus, memory_mib: gib * 1024, ..Size::default() };
-    Need { size, nics: 1, ..Need::default() }
+    CreateRequest { size, ..CreateRequest::default() }
+}
+
+fn disks(count: u32, zone: Option<&str>) -> Vec<DiskRequest> {
+    let disk = |number: u32| DiskRequest {
+        volume: number.to_string(),
+        zone: zone.map(str::to_owned),
+        ..DiskRequest::default()
+    };
+    (0..count).map(disk).collect()
+}
+
+/// Returns whether the rejection is one of this offering.
+fn covers(one: &Rejection<'_>, machine: &str, place: &Location, market: Market) -> bool {
+    one.machine == machine
+        && one.place.is_none_or(|own| own == place)
+        && one.market.is_none_or(|own| own == market)
 }
 
 /// Lists the offerings in order, as `type zone market`.
@@ -134,11 +151,12 @@ fn disks_zones_and_the_catalogue_narrow_the_places() {
         ("c6a.4xlarge".to_owned(), sold(&["eu-1b"])),
     ]));
     let policy = on_demand(&catalogue.types);
-    let of =
-        |need: &Need| order(&plan(&catalogue, need, &policy, &Marks::default(), Instant::now()).unwrap());
-    let need = Need { disk_zone: Some("eu-1b".into()), disks: 1, ..size(2, 1) };
+    let of = |need: &CreateRequest| {
+        order(&plan(&catalogue, need, &policy, &Marks::default(), Instant::now()).unwrap())
+    };
+    let need = CreateRequest { disks: disks(1, Some("eu-1b")), ..size(2, 1) };
     assert_eq!(of(&need), ["m6a.large eu-1b on_demand", "c6a.4xlarge eu-1b on_demand"]);
-    let need = Need { zones: vec!["eu-1a".into(), "eu-1c".into()], ..size(2, 1) };
+    let need = CreateRequest { zones: vec!["eu-1a".into(), "eu-1c".into()], ..size(2, 1) };
     assert_eq!(of(&need), ["m6a.large eu-1a on_demand"]);
     assert_eq!(of(&size(8, 1)), ["c6a.4xlarge eu-1b on_demand"], "the third is sold nowhere");
 }
@@ -147,14 +165,15 @@ fn disks_zones_and_the_catalogue_narrow_the_places() {
 fn a_pod_without_requirements_gets_the_default_and_a_named_type_wins() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
-    let of = |need: &Need| plan(&catalogue, need, &policy, &Marks::default(), Instant::now());
-    assert_eq!(of(&Need::default()).unwrap().offerings.len(), 2);
-    let named = Need { machine: Some("r6a.2xlarge".into()), ..size(64, 1) };
+    let of = |need: &CreateRequest| plan(&catalogue, need, &policy, &Marks::default(), Instant::now());
+    assert_eq!(of(&CreateRequest::default()).unwrap().offerings.len(), 2);
+    let named = CreateRequest { instance_type: Some("r6a.2xlarge".into()), ..size(64, 1) };
     assert_eq!(of(&named).unwrap().offerings[0].machine.name, "r6a.2xlarge");
-    let text = of(&Need { machine: Some("p5.48xlarge".into()), ..Need::default() }).unwrap_err().to_string();
+    let named = CreateRequest { instance_type: Some("p5.48xlarge".into()), ..CreateRequest::default() };
+    let text = of(&named).unwrap_err().to_string();
     assert!(text.contains(r#"("p5.48xlarge") is not part of supported instance types list"#), "{text}");
     let missing = Policy { default: "m7a.large".into(), ..policy.clone() };
-    let answer = plan(&catalogue, &Need::default(), &missing, &Marks::default(), Instant::now());
+    let answer = plan(&catalogue, &CreateRequest::default(), &missing, &Marks::default(), Instant::now());
     assert!(answer.unwrap_err().to_string().contains("m7a.large is not offered here"));
 }
 
@@ -207,7 +226,7 @@ fn a_gpu_model_counts_without_case_and_without_a_number() {
     let catalogue = Catalogue { types, places: vec![place("eu-1a")], ..Catalogue::default() };
     let of = |model: &str| {
         let size = Size { gpu_model: Some(model.into()), ..Size::default() };
-        let need = Need { size, nics: 1, ..Need::default() };
+        let need = CreateRequest { size, ..CreateRequest::default() };
         order(&plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap())
     };
     assert_eq!(of("a10g"), ["g5.xlarge eu-1a on_demand"]);
@@ -231,7 +250,7 @@ fn a_refusal_names_nearly_fitting_offerings_first_then_the_rest_by_reason() {
     let need = size(8, 2);
     let plan = plan(&catalogue, &need, &policy, &marks, start + Duration::from_secs(125)).unwrap();
     assert_eq!(plan.offerings, []);
-    let error = plan.nothing_left("web-0", &need);
+    let error = plan.nothing_left(&need);
     let text = error.to_string();
     for part in [
         "create of web-0",
@@ -251,7 +270,7 @@ fn without_a_large_enough_type_the_text_is_the_known_one() {
     let policy = on_demand(&catalogue.types);
     let need = size(64, 1024);
     let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
-    let error = plan.nothing_left("web-0", &need);
+    let error = plan.nothing_left(&need);
     assert!(matches!(error, Error::Invalid { .. }));
     let text = error.to_string();
     assert!(text.contains("no instance type found for the given vcpus (64) and memory (1048576)"), "{text}");
@@ -263,11 +282,11 @@ fn obstacles_besides_the_size_are_named() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
     for (need, part) in [
-        (Need { arch: Some(Arch::Aarch64), ..size(1, 1) }, "does not boot aarch64 images"),
-        (Need { confidential: Some(Confidential::SevSnp), ..size(1, 1) }, "has no sev_snp"),
-        (Need { zones: vec!["us-1a".into()], ..size(1, 1) }, "not in a zone that is asked for"),
-        (Need { disk_zone: Some("us-1a".into()), ..size(1, 1) }, "the pod's disks are in us-1a"),
-        (Need { market: Some(Market::Spot), ..size(1, 1) }, ""),
+        (CreateRequest { arch: Some(Arch::Aarch64), ..size(1, 1) }, "does not boot aarch64 images"),
+        (CreateRequest { confidential: Some(Confidential::SevSnp), ..size(1, 1) }, "has no sev_snp"),
+        (CreateRequest { zones: vec!["us-1a".into()], ..size(1, 1) }, "not in a zone that is asked for"),
+        (CreateRequest { disks: disks(1, Some("us-1a")), ..size(1, 1) }, "the pod's disks are in us-1a"),
+        (CreateRequest { market: Some(Market::Spot), ..size(1, 1) }, ""),
     ] {
         let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
         if part.is_empty() {
@@ -275,7 +294,7 @@ fn obstacles_besides_the_size_are_named() {
             continue;
         }
         assert_eq!(plan.offerings, []);
-        let error = plan.nothing_left("web-0", &need);
+        let error = plan.nothing_left(&need);
         assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(part), "{error}");
     }
 }
@@ -324,7 +343,7 @@ fn catalogues() -> impl Strategy<Value = Catalogue> {
     })
 }
 
-fn needs() -> impl Strategy<Value = Need> {
+fn needs() -> impl Strategy<Value = CreateRequest> {
     let size = (0u32..20, 0u64..20_000, 0u32..3, prop::option::of(any::<bool>()));
     let machine = prop::option::weighted(0.1, 0usize..12);
     let tee = prop::option::of(prop::sample::select(Confidential::ALL));
@@ -334,16 +353,16 @@ fn needs() -> impl Strategy<Value = Need> {
         |(size, machine, arm, confidential, disks, disk_zone, zone, market)| {
             let (vcpus, memory_mib, gpus, model) = size;
             let gpu_model = model.map(|small| if small { "t4".into() } else { "A100".into() });
-            Need {
+            CreateRequest {
                 size: Size { vcpus, memory_mib, gpus, gpu_model },
-                machine: machine.map(|number| format!("t{number}")),
+                instance_type: machine.map(|number| format!("t{number}")),
                 arch: arm.map(|arm| if arm { Arch::Aarch64 } else { Arch::X86_64 }),
                 confidential,
-                disks,
-                disk_zone: disk_zone.map(|zone| ZONES[zone].to_owned()),
-                nics: 1 + disks % 2,
+                disks: self::disks(disks, disk_zone.map(|zone| ZONES[zone])),
+                second_nic: disks % 2 == 1,
                 zones: zone.map(|zone| ZONES[zone].to_owned()).into_iter().collect(),
                 market,
+                ..CreateRequest::default()
             }
         },
     )
@@ -369,11 +388,11 @@ fn suits(
     machine: &MachineType,
     zone: &str,
     market: Market,
-    need: &Need,
+    need: &CreateRequest,
     policy: &Policy,
     all: &Catalogue,
 ) -> bool {
-    let sized = match &need.machine {
+    let sized = match &need.instance_type {
         Some(name) => machine.name == *name,
         None if need.size == Size::default() => machine.name == policy.default,
         None => {
@@ -393,10 +412,10 @@ fn suits(
     sized
         && need.arch.is_none_or(|arch| machine.archs.contains(&arch))
         && need.confidential.is_none_or(|tee| machine.confidential.contains(&tee))
-        && machine.max_disks.is_none_or(|most| need.disks <= most)
-        && machine.max_nics.is_none_or(|most| need.nics <= most)
+        && machine.max_disks.is_none_or(|most| need.disks.len() <= most as usize)
+        && machine.max_nics.is_none_or(|most| u32::from(need.second_nic) < most)
         && (need.zones.is_empty() || need.zones.iter().any(|one| one == zone))
-        && need.disk_zone.as_ref().is_none_or(|one| one == zone)
+        && need.disks.iter().all(|disk| disk.zone.as_deref().is_none_or(|one| one == zone))
         && all.is_sold(&machine.name, zone)
         && need.market.map_or(policy.markets.contains(&market), |wanted| wanted == market)
 }
@@ -414,7 +433,7 @@ proptest! {
         let mut policy = on_demand(&catalogue.types);
         if both { policy.markets = MARKETS.to_vec(); }
         let Ok(plan) = plan(&catalogue, &need, &policy, &marks, now) else {
-            prop_assert!(need.machine.is_some(), "only a named type is refused as such");
+            prop_assert!(need.instance_type.is_some(), "only a named type is refused as such");
             return Ok(());
         };
         for machine in &catalogue.types {
@@ -424,7 +443,7 @@ proptest! {
                         one.machine == machine && one.place == place && one.market == market
                     }).count();
                     let reasons: Vec<_> = plan.rejections.iter()
-                        .filter(|one| one.covers(&machine.name, place, market)).collect();
+                        .filter(|one| covers(one, &machine.name, place, market)).collect();
                     prop_assert_eq!(planned + reasons.len(), 1, "{} {:?} {}: {:?}", machine.name, place, market, reasons);
                     let is_free = marks.find(&machine.name, &place.zone, None, market, now).is_none();
                     let fits = suits(machine, &place.zone, market, &need, &policy, &catalogue);
@@ -437,7 +456,7 @@ proptest! {
         }
         let rejected = plan.rejected();
         prop_assert!(rejected.len() <= Error::MAX_REJECTED);
-        prop_assert!(plan.nothing_left("pod", &need).to_string().len() < 2048);
+        prop_assert!(plan.nothing_left(&need).to_string().len() < 2048);
     }
 
     #[test]
@@ -486,12 +505,12 @@ proptest! {
     ) {
         // Without a size the plan is the default type, and with a name the named type. More GPUs select another kind of
         // machine, so only the other sizes grow.
-        prop_assume!(need.machine.is_none() && need.size != Size::default());
+        prop_assume!(need.instance_type.is_none() && need.size != Size::default());
         let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
         let mut more = need.clone();
         more.size.vcpus += cpus;
         more.size.memory_mib += memory;
-        more.disks += disks;
+        more.disks.extend(self::disks(disks, None));
         let now = Instant::now();
         let less = plan(&catalogue, &need, &policy, &Marks::default(), now).unwrap();
         let more = plan(&catalogue, &more, &policy, &Marks::default(), now).unwrap();

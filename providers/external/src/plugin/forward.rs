@@ -16,19 +16,7 @@ const LINES: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(1);
 
 /// Last line of the output, for the error that describes the end of the program.
-#[derive(Clone, Default)]
-pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
-
-impl LastWords {
-    pub(super) fn get(&self) -> Option<String> {
-        self.0.lock().clone()
-    }
-
-    fn set(&self, line: &str) {
-        // An assignment leaves no partial state, so a poisoned lock is safe to use.
-        *self.0.lock() = Some(line.to_owned());
-    }
-}
+pub(super) type LastWords = Arc<Mutex<Option<String>>>;
 
 /// Reads to the end of the stream.
 pub(super) async fn forward(
@@ -58,7 +46,7 @@ pub(super) async fn forward(
 }
 
 fn say(line: &str, stream: &str, program: &str, words: &LastWords, budget: &mut Budget) {
-    words.set(line);
+    *words.lock() = Some(line.to_owned());
     let (may, left_out) = budget.take();
     if left_out > 0 {
         tracing::warn!(program, stream, left_out, "provider printed too many lines; some were left out");

@@ -26,7 +26,6 @@ pub(super) struct EventLog {
 
 #[derive(Default)]
 struct Kept {
-    /// Number of the next event.
     next: u64,
     events: VecDeque<ProviderEvent>,
 }

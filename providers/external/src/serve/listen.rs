@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures_util::stream;
 use peerpod_common::accept::Acceptor;
+use peerpod_common::files;
 use peerpod_provider_api::Error;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -38,17 +39,11 @@ pub fn socket_we_were_given() -> Result<PathBuf, Error> {
 /// # Errors
 /// When the socket cannot be created.
 pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
-    let bind = || {
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+    let bind = || -> io::Result<UnixListener> {
+        files::remove(path)?;
         // Under another name first, so that a client never finds a socket with other permissions.
         let new = path.with_extension("new");
-        match std::fs::remove_file(&new) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        files::remove(&new)?;
         let listener = UnixListener::bind(&new)?;
         std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
         std::fs::rename(&new, path)?;

@@ -50,7 +50,6 @@ pub(crate) fn error_from(who: &str, error: wire::Error, secret: Option<&str>) ->
     }
 }
 
-/// Converts an error to the protocol.
 pub(crate) fn error_to(error: &Error) -> wire::Error {
     let mut out =
         wire::Error { class: error.class().to_owned(), text: error.to_string(), ..wire::Error::default() };

@@ -275,17 +275,11 @@ fn time_from(unix_ms: u64) -> Option<SystemTime> {
 }
 
 pub(crate) fn owned_to(owned: &Owned) -> wire::OwnedVm {
-    let state = match owned.state {
-        OwnedState::Pending => "pending",
-        OwnedState::Running => "running",
-        OwnedState::Ended => "ended",
-        OwnedState::Deleting => "deleting",
-    };
     wire::OwnedVm {
         id: owned.id.to_string(),
         key: owned.key.as_ref().map(ToString::to_string).unwrap_or_default(),
         name: owned.name.clone().unwrap_or_default(),
-        state: state.to_owned(),
+        state: owned.state.word().to_owned(),
         addresses: texts(&owned.addresses),
         created_unix_ms: owned.created.map(unix_ms).unwrap_or_default(),
         node: owned.node.clone().unwrap_or_default(),
@@ -304,15 +298,9 @@ pub(crate) fn owned_from(
         if !seen.insert(id.clone()) {
             return Err(refused(who, format!("VM {id} twice in one list")));
         }
-        let state = match vm.state.as_str() {
-            "pending" => OwnedState::Pending,
-            "running" => OwnedState::Running,
-            "ended" => OwnedState::Ended,
-            "deleting" => OwnedState::Deleting,
-            other => {
-                return Err(refused(who, format!("VM {id} is {:?}, which is no state", clipped(other, 40))));
-            }
-        };
+        let state = OwnedState::from_word(&vm.state).ok_or_else(|| {
+            refused(who, format!("VM {id} is {:?}, which is no state", clipped(&vm.state, 40)))
+        })?;
         let key = (!vm.key.is_empty()).then(|| IdempotencyKey::parse(vm.key)).transpose();
         Ok(Owned {
             key: key.map_err(|error| refused(who, format!("VM {id}: {error}")))?,

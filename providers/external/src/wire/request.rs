@@ -108,7 +108,6 @@ fn word<T>(field: &str, text: &str, known: impl Fn(&str) -> Option<T>) -> Result
     known(text).ok_or_else(unknown).map(Some)
 }
 
-/// Converts a request for a provider.
 pub(crate) fn request_from(request: wire::CreateRequest) -> Result<CreateRequest, Error> {
     let name = clipped(&request.name, 80);
     let user_data = String::from_utf8(request.user_data)
@@ -139,5 +138,5 @@ pub(crate) fn request_from(request: wire::CreateRequest) -> Result<CreateRequest
 }
 
 pub(crate) fn key_from(key: String) -> Result<IdempotencyKey, Error> {
-    IdempotencyKey::parse(key).map_err(|error| Error::invalid(error.to_string()))
+    Ok(IdempotencyKey::parse(key)?)
 }

@@ -7,11 +7,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::calls::Domain;
 use super::message::{self, MessageHeader, MessageKind, MessageStatus};
-use super::xdr::{Garbled, Reader};
+use super::xdr::{self, Garbled};
 use super::{RpcError, calls};
 
 /// Maximum number of calls in flight. libvirtd works on five calls of one client at a time and then stops reading,
@@ -32,37 +33,23 @@ pub(crate) const EVENTS_HEARD: [i32; 3] =
 
 /// Event of a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DomainEvent {
+pub(crate) enum DomainEvent {
     /// The domain was defined, started, stopped, …
     Lifecycle {
-        /// Domain of the event.
-        domain: calls::Domain,
+        domain: Domain,
         /// `virDomainEventType`.
         event: i32,
-        /// Detail; its meaning depends on the event.
         detail: i32,
     },
-    /// A device was removed from the guest.
-    DeviceRemoved {
-        /// Domain of the event.
-        domain: calls::Domain,
-        /// The device's alias.
-        alias: String,
-    },
-    /// The guest does not release a device.
-    DeviceKept {
-        /// Domain of the event.
-        domain: calls::Domain,
-        /// The device's alias.
-        alias: String,
-    },
+    /// A device was removed from the guest, or the guest does not release it.
+    Device { domain: Domain, alias: String },
 }
 
 /// Open connection. Dropping it closes it.
-pub struct Connection {
+pub(crate) struct Connection {
     shared: Arc<Shared>,
-    tasks: Vec<JoinHandle<()>>,
-    /// Longest wait for an answer.
+    /// End with the connection.
+    _tasks: JoinSet<()>,
     patience: Duration,
 }
 
@@ -194,31 +181,22 @@ impl Shared {
 
 /// Parses the events that the provider registers for.
 pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<DomainEvent>, Garbled> {
-    let mut reader = Reader::new(payload);
-    let event = match procedure {
+    Ok(match procedure {
         calls::EVENT_LIFECYCLE => {
-            let _callback = reader.i32()?;
-            let domain = calls::Domain::read(&mut reader)?;
-            DomainEvent::Lifecycle { domain, event: reader.i32()?, detail: reader.i32()? }
+            let (_callback, domain, event, detail): (i32, Domain, i32, i32) = xdr::read(payload)?;
+            Some(DomainEvent::Lifecycle { domain, event, detail })
         }
         calls::EVENT_DEVICE_REMOVED | calls::EVENT_DEVICE_KEPT => {
-            let _callback = reader.i32()?;
-            let domain = calls::Domain::read(&mut reader)?;
-            let alias = reader.text()?;
-            if procedure == calls::EVENT_DEVICE_REMOVED {
-                DomainEvent::DeviceRemoved { domain, alias }
-            } else {
-                DomainEvent::DeviceKept { domain, alias }
-            }
+            let (_callback, domain, alias): (i32, Domain, String) = xdr::read(payload)?;
+            Some(DomainEvent::Device { domain, alias })
         }
-        _ => return Ok(None),
-    };
-    Ok(Some(event))
+        _ => None,
+    })
 }
 
 impl Connection {
     /// Starts the tasks for a connected stream; sends no message yet.
-    pub fn start<S>(stream: S, patience: Duration) -> Connection
+    pub(crate) fn start<S>(stream: S, patience: Duration) -> Connection
     where
         S: AsyncRead + AsyncWrite + Send + 'static,
     {
@@ -232,21 +210,19 @@ impl Connection {
             closed: watch::channel(None).0,
             heard: Mutex::new(Instant::now()),
         });
-        let tasks = vec![
-            tokio::spawn(read_all(input, Arc::clone(&shared))),
-            tokio::spawn(write_all(output, queue, Arc::clone(&shared))),
-            tokio::spawn(ping(Arc::clone(&shared))),
-        ];
-        Connection { shared, tasks, patience }
+        let mut tasks = JoinSet::new();
+        tasks.spawn(read_all(input, Arc::clone(&shared)));
+        tasks.spawn(write_all(output, queue, Arc::clone(&shared)));
+        tasks.spawn(ping(Arc::clone(&shared)));
+        Connection { shared, _tasks: tasks, patience }
     }
 
-    /// Returns whether the connection is closed.
-    pub fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.shared.closed.borrow().is_some()
     }
 
     /// Waits until the connection is closed; returns the reason.
-    pub async fn closed(&self) -> String {
+    pub(crate) async fn closed(&self) -> String {
         let mut closed = self.shared.closed.subscribe();
         match closed.wait_for(Option::is_some).await {
             Ok(why) => why.clone().unwrap_or_default(),
@@ -255,24 +231,24 @@ impl Connection {
     }
 
     /// Returns the events from now on.
-    pub fn events(&self) -> broadcast::Receiver<DomainEvent> {
+    pub(crate) fn events(&self) -> broadcast::Receiver<DomainEvent> {
         self.shared.events.subscribe()
     }
 
-    /// Makes one call and returns its answer.
-    ///
-    /// # Errors
-    /// libvirt's refusal; no connection; no answer in time.
-    pub async fn call(&self, procedure: i32, payload: &[u8]) -> Result<Vec<u8>, RpcError> {
-        timeout(self.patience, async {
-            let (_, reply) = self.ask(procedure, payload, None).await?;
+    /// Makes one call and returns its answer. Fails if libvirt refuses, without a connection, and without an answer in time.
+    pub(super) async fn call(&self, procedure: i32, payload: &[u8]) -> Result<Vec<u8>, RpcError> {
+        self.in_time(async {
+            let (_, reply) = self.send(procedure, payload, None).await?;
             reply.await.unwrap_or_else(|_| Err(self.shared.why_closed()))
         })
         .await
-        .unwrap_or(Err(RpcError::Late(self.patience)))
     }
 
-    async fn ask(
+    async fn in_time<T>(&self, work: impl Future<Output = Result<T, RpcError>>) -> Result<T, RpcError> {
+        timeout(self.patience, work).await.unwrap_or(Err(RpcError::Late(self.patience)))
+    }
+
+    async fn send(
         &self,
         procedure: i32,
         payload: &[u8],
@@ -312,22 +288,22 @@ impl Connection {
     ) -> Result<Stream, RpcError> {
         let (sender, pieces) = mpsc::unbounded_channel();
         let incoming = Incoming { pieces: sender, budget };
-        let asked = timeout(self.patience, async {
-            let (serial, reply) = self.ask(procedure, payload, Some(incoming)).await?;
+        self.in_time(async {
+            let (serial, reply) = self.send(procedure, payload, Some(incoming)).await?;
             let stream = Stream { serial, procedure, pieces, shared: Arc::clone(&self.shared) };
             reply.await.unwrap_or_else(|_| Err(self.shared.why_closed()))?;
             Ok(stream)
-        });
-        asked.await.unwrap_or(Err(RpcError::Late(self.patience)))
+        })
+        .await
     }
 
     /// Returns the next piece; empty at the end.
     pub(super) async fn next_piece(&self, stream: &mut Stream) -> Result<Vec<u8>, RpcError> {
-        match timeout(self.patience, stream.pieces.recv()).await {
-            Ok(Some(piece)) => Ok(piece?.unwrap_or_default()),
-            Ok(None) => Err(self.shared.why_closed()),
-            Err(_) => Err(RpcError::Late(self.patience)),
-        }
+        self.in_time(async {
+            let piece = stream.pieces.recv().await.ok_or_else(|| self.shared.why_closed())?;
+            Ok(piece?.unwrap_or_default())
+        })
+        .await
     }
 
     /// Sends a piece of a stream. Returns an error that libvirtd sent meanwhile.
@@ -357,20 +333,17 @@ impl Connection {
         let Stream { serial, procedure, .. } = *stream;
         let header =
             MessageHeader { program: message::REMOTE, procedure, kind: MessageKind::Stream, serial, status };
-        match timeout(self.patience, self.shared.outgoing.send(message::write(&header, piece))).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) => Err(self.shared.why_closed()),
-            Err(_) => Err(RpcError::Late(self.patience)),
-        }
+        self.in_time(async {
+            let sent = self.shared.outgoing.send(message::write(&header, piece)).await;
+            sent.map_err(|_| self.shared.why_closed())
+        })
+        .await
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
         self.shared.close("we closed the connection to libvirtd");
-        for task in &self.tasks {
-            task.abort();
-        }
     }
 }
 

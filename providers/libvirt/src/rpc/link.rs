@@ -1,6 +1,6 @@
 //! Keeps the connection to libvirtd: dialled at the first call, and again after it was lost.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ impl Address {
 }
 
 /// Connection that is dialled when it is needed.
-pub struct Redialer {
+pub(crate) struct Redialer {
     address: Address,
     patience: Duration,
     current: Mutex<Option<Arc<Connection>>>,
@@ -85,20 +85,17 @@ pub struct Redialer {
 
 impl Redialer {
     /// Stores the address; dials at the first call.
-    pub fn new(address: Address, patience: Duration) -> Redialer {
+    pub(crate) fn new(address: Address, patience: Duration) -> Redialer {
         Redialer { address, patience, current: Mutex::new(None) }
     }
 
-    /// Returns the driver.
-    pub fn driver(&self) -> &str {
+    pub(crate) fn driver(&self) -> &str {
         &self.address.driver
     }
 
-    /// Returns the connection; dials if there is none.
-    ///
-    /// # Errors
-    /// [`RpcError::Lost`] with the tried sockets when libvirtd does not listen; libvirtd's refusal.
-    pub async fn get(&self) -> Result<Arc<Connection>, RpcError> {
+    /// Returns the connection; dials if there is none. [`RpcError::Lost`] names the tried sockets if libvirtd does not
+    /// listen.
+    pub(crate) async fn get(&self) -> Result<Arc<Connection>, RpcError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| !connection.is_closed()) {
             return Ok(Arc::clone(connection));
@@ -118,7 +115,10 @@ impl Redialer {
             match timeout(DIAL, UnixStream::connect(socket)).await {
                 Ok(Ok(stream)) => return Ok(stream),
                 Ok(Err(error)) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-                    return Err(RpcError::Refused(refused(socket)));
+                    return Err(RpcError::Refused(format!(
+                        "{}: permission denied; run as root, or join the group that may use it (libvirt)",
+                        socket.display()
+                    )));
                 }
                 Ok(Err(error)) => tried.push(format!("{}: {error}", socket.display())),
                 Err(_) => tried.push(format!("{}: no answer within {DIAL:?}", socket.display())),
@@ -131,15 +131,10 @@ impl Redialer {
     }
 }
 
-fn refused(socket: &Path) -> String {
-    format!(
-        "{}: permission denied; run as root, or join the group that may use it (libvirt)",
-        socket.display()
-    )
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]

@@ -5,204 +5,228 @@
 
 /// Reason why a message cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Garbled {
-    /// The message ends too early.
+pub(crate) enum Garbled {
     #[error("the message ends after {0} bytes, in the middle of a value")]
     Short(usize),
-    /// A text, list or blob is longer than the protocol allows.
     #[error("a value of {length} elements is longer than the {limit} that the protocol allows")]
-    Long {
-        /// Announced length.
-        length: usize,
-        /// Allowed length.
-        limit: usize,
-    },
-    /// A text that is not UTF-8.
+    Long { length: usize, limit: usize },
     #[error("a text is not UTF-8")]
     Text,
-    /// A flag that is neither 0 nor 1.
     #[error("a flag has the value {0}")]
     Flag(u32),
-    /// The message is longer than its values.
-    #[error("{0} bytes are left over")]
-    Rest(usize),
 }
 
 /// Longest text in any of libvirt's messages, in bytes.
-pub const MAX_TEXT: usize = 4 << 20;
+const MAX_TEXT: usize = 4 << 20;
 
-/// Bytes of a UUID.
-pub type Uuid = [u8; 16];
+pub(crate) type Uuid = [u8; 16];
 
-/// Builds the payload of a call.
-#[derive(Debug, Default)]
-pub struct Writer(Vec<u8>);
-
-impl Writer {
-    /// Starts an empty payload.
-    pub fn new() -> Writer {
-        Writer::default()
-    }
-
-    /// Appends an `unsigned int`.
-    #[must_use]
-    pub fn u32(mut self, value: u32) -> Writer {
-        self.0.extend(value.to_be_bytes());
-        self
-    }
-
-    /// Appends an `int`.
-    #[must_use]
-    pub fn i32(mut self, value: i32) -> Writer {
-        self.0.extend(value.to_be_bytes());
-        self
-    }
-
-    /// Appends an `unsigned hyper`.
-    #[must_use]
-    pub fn u64(mut self, value: u64) -> Writer {
-        self.0.extend(value.to_be_bytes());
-        self
-    }
-
-    /// Appends an `opaque[16]`.
-    #[must_use]
-    pub fn uuid(mut self, value: &Uuid) -> Writer {
-        self.0.extend(value);
-        self
-    }
-
-    /// Appends a `string<>`. Cuts a text that is too long for the length field; libvirtd refuses far shorter ones.
-    #[must_use]
-    pub fn text(self, value: &str) -> Writer {
-        let bytes = value.as_bytes();
-        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        let mut writer = self.u32(length);
-        writer.0.extend(bytes.iter().take(length as usize));
-        writer.0.resize(writer.0.len().next_multiple_of(4), 0);
-        writer
-    }
-
-    /// Appends a `string *`.
-    #[must_use]
-    pub fn optional_text(self, value: Option<&str>) -> Writer {
-        match value {
-            Some(text) => self.u32(1).text(text),
-            None => self.u32(0),
-        }
-    }
-
-    /// Returns the payload.
-    pub fn done(self) -> Vec<u8> {
-        self.0
-    }
+/// Value that a message can end with: the arguments of a call, or one of them.
+pub(crate) trait Put {
+    fn put(&self, message: &mut Vec<u8>);
 }
 
-/// Parses a payload.
-#[derive(Debug)]
-pub struct Reader<'a> {
+/// Value that can be read from a message: an answer, or a part of one.
+pub(crate) trait Take: Sized {
+    fn take(from: &mut Reader<'_>) -> Result<Self, Garbled>;
+}
+
+/// Returns the bytes of a value.
+pub(crate) fn write(value: &impl Put) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    value.put(&mut bytes);
+    bytes
+}
+
+/// Reads the value that these bytes begin with.
+pub(crate) fn read<T: Take>(bytes: &[u8]) -> Result<T, Garbled> {
+    T::take(&mut Reader { bytes, at: 0 })
+}
+
+/// Position in a message.
+pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Reader<'a> {
-    /// Starts at the beginning of a payload.
-    pub fn new(bytes: &'a [u8]) -> Reader<'a> {
-        Reader { bytes, at: 0 }
-    }
-
-    fn take(&mut self, count: usize) -> Result<&'a [u8], Garbled> {
+    fn bytes(&mut self, count: usize) -> Result<&'a [u8], Garbled> {
         let end = self.at.checked_add(count).ok_or(Garbled::Short(self.bytes.len()))?;
-        let taken = self.bytes.get(self.at..end).ok_or(Garbled::Short(self.bytes.len()))?;
+        let bytes = self.bytes.get(self.at..end).ok_or(Garbled::Short(self.bytes.len()))?;
         self.at = end;
-        Ok(taken)
+        Ok(bytes)
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], Garbled> {
         let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
+        array.copy_from_slice(self.bytes(N)?);
         Ok(array)
     }
 
-    /// Reads an `unsigned int`.
-    ///
-    /// # Errors
-    /// [`Garbled`], as for all methods here.
-    pub fn u32(&mut self) -> Result<u32, Garbled> {
-        self.array().map(u32::from_be_bytes)
-    }
-
-    /// Reads an `int`.
-    pub fn i32(&mut self) -> Result<i32, Garbled> {
-        self.array().map(i32::from_be_bytes)
-    }
-
-    /// Reads an `unsigned hyper`.
-    pub fn u64(&mut self) -> Result<u64, Garbled> {
-        self.array().map(u64::from_be_bytes)
-    }
-
-    /// Reads an `opaque[16]`.
-    pub fn uuid(&mut self) -> Result<Uuid, Garbled> {
-        self.array()
-    }
-
-    /// Reads a `string<>`.
-    pub fn text(&mut self) -> Result<String, Garbled> {
-        let length = self.length(MAX_TEXT)?;
-        let bytes = self.take(length)?;
-        self.take(length.next_multiple_of(4) - length)?;
-        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| Garbled::Text)
-    }
-
-    /// Reads a `string *`.
-    pub fn optional_text(&mut self) -> Result<Option<String>, Garbled> {
-        self.optional(Reader::text)
-    }
-
-    /// Reads a `T *`.
-    pub fn optional<T>(
-        &mut self,
-        read: impl FnOnce(&mut Self) -> Result<T, Garbled>,
-    ) -> Result<Option<T>, Garbled> {
-        match self.u32()? {
-            0 => Ok(None),
-            1 => read(self).map(Some),
-            other => Err(Garbled::Flag(other)),
-        }
-    }
-
-    /// Reads a `T<limit>`.
-    pub fn list<T>(
-        &mut self,
-        limit: usize,
-        mut read: impl FnMut(&mut Self) -> Result<T, Garbled>,
-    ) -> Result<Vec<T>, Garbled> {
-        let length = self.length(limit)?;
-        // Memory is reserved only for elements that can be present: each takes at least four bytes.
-        let mut list = Vec::with_capacity(length.min((self.bytes.len() - self.at) / 4));
-        for _ in 0..length {
-            list.push(read(self)?);
-        }
-        Ok(list)
-    }
-
     fn length(&mut self, limit: usize) -> Result<usize, Garbled> {
-        let length = self.u32()? as usize;
+        let length = u32::take(self)? as usize;
         if length > limit { Err(Garbled::Long { length, limit }) } else { Ok(length) }
     }
+}
 
-    /// Checks that no bytes are left.
-    ///
-    /// # Errors
-    /// [`Garbled::Rest`].
-    pub fn end(self) -> Result<(), Garbled> {
-        match self.bytes.len() - self.at {
-            0 => Ok(()),
-            rest => Err(Garbled::Rest(rest)),
+/// Implements both directions for `int`, `unsigned int` and `unsigned hyper`.
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        impl Put for $number {
+            fn put(&self, message: &mut Vec<u8>) {
+                message.extend(self.to_be_bytes());
+            }
+        }
+        impl Take for $number {
+            fn take(from: &mut Reader<'_>) -> Result<$number, Garbled> {
+                from.array().map(<$number>::from_be_bytes)
+            }
+        }
+    )*};
+}
+numbers!(i32 u32 u64);
+
+/// `opaque[16]`.
+impl Put for Uuid {
+    fn put(&self, message: &mut Vec<u8>) {
+        message.extend(self);
+    }
+}
+
+impl Take for Uuid {
+    fn take(from: &mut Reader<'_>) -> Result<Uuid, Garbled> {
+        from.array()
+    }
+}
+
+/// `int[N]`.
+impl<const N: usize> Take for [u32; N] {
+    fn take(from: &mut Reader<'_>) -> Result<[u32; N], Garbled> {
+        let mut array = [0; N];
+        for word in &mut array {
+            *word = u32::take(from)?;
+        }
+        Ok(array)
+    }
+}
+
+/// `string<>`. A text that is too long for the length field is cut; libvirtd refuses far shorter ones.
+impl Put for str {
+    fn put(&self, message: &mut Vec<u8>) {
+        let length = u32::try_from(self.len()).unwrap_or(u32::MAX);
+        length.put(message);
+        message.extend(self.bytes().take(length as usize));
+        message.resize(message.len().next_multiple_of(4), 0);
+    }
+}
+
+impl Take for String {
+    fn take(from: &mut Reader<'_>) -> Result<String, Garbled> {
+        let length = from.length(MAX_TEXT)?;
+        let bytes = from.bytes(length)?;
+        from.bytes(length.next_multiple_of(4) - length)?;
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| Garbled::Text)
+    }
+}
+
+/// `T *`.
+impl<T: Put> Put for Option<T> {
+    fn put(&self, message: &mut Vec<u8>) {
+        u32::from(self.is_some()).put(message);
+        if let Some(value) = self {
+            value.put(message);
         }
     }
 }
+
+impl<T: Take> Take for Option<T> {
+    fn take(from: &mut Reader<'_>) -> Result<Option<T>, Garbled> {
+        match u32::take(from)? {
+            0 => Ok(None),
+            1 => T::take(from).map(Some),
+            other => Err(Garbled::Flag(other)),
+        }
+    }
+}
+
+/// `T<MOST>`.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct List<T, const MOST: usize>(pub(crate) Vec<T>);
+
+impl<T: Take, const MOST: usize> Take for List<T, MOST> {
+    fn take(from: &mut Reader<'_>) -> Result<List<T, MOST>, Garbled> {
+        let length = from.length(MOST)?;
+        // Memory is reserved only for elements that can be present: each takes at least four bytes.
+        let mut list = Vec::with_capacity(length.min((from.bytes.len() - from.at) / 4));
+        for _ in 0..length {
+            list.push(T::take(from)?);
+        }
+        Ok(List(list))
+    }
+}
+
+impl<T: Put + ?Sized> Put for &T {
+    fn put(&self, message: &mut Vec<u8>) {
+        (*self).put(message);
+    }
+}
+
+impl Put for () {
+    fn put(&self, _: &mut Vec<u8>) {}
+}
+
+impl Take for () {
+    fn take(_: &mut Reader<'_>) -> Result<(), Garbled> {
+        Ok(())
+    }
+}
+
+/// Implements both directions for values that follow one another.
+macro_rules! tuples {
+    ($(($($kind:ident $index:tt),*))*) => {$(
+        impl<$($kind: Put),*> Put for ($($kind,)*) {
+            fn put(&self, message: &mut Vec<u8>) {
+                $(self.$index.put(message);)*
+            }
+        }
+        impl<$($kind: Take),*> Take for ($($kind,)*) {
+            fn take(from: &mut Reader<'_>) -> Result<($($kind,)*), Garbled> {
+                Ok(($($kind::take(from)?,)*))
+            }
+        }
+    )*};
+}
+tuples! {
+    (A 0, B 1)
+    (A 0, B 1, C 2)
+    (A 0, B 1, C 2, D 3)
+    (A 0, B 1, C 2, D 3, E 4)
+    (A 0, B 1, C 2, D 3, E 4, F 5)
+    (A 0, B 1, C 2, D 3, E 4, F 5, G 6)
+    (A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8)
+}
+
+/// Defines a structure of the protocol, with its fields in their order.
+macro_rules! structure {
+    ($(#[$about:meta])* $name:ident { $($(#[$what:meta])* $field:ident: $kind:ty),* $(,)? }) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub(crate) struct $name {
+            $($(#[$what])* pub(crate) $field: $kind),*
+        }
+        impl Put for $name {
+            fn put(&self, message: &mut Vec<u8>) {
+                $(self.$field.put(message);)*
+            }
+        }
+        impl Take for $name {
+            fn take(from: &mut Reader<'_>) -> Result<$name, Garbled> {
+                Ok($name { $($field: Take::take(from)?),* })
+            }
+        }
+    };
+}
+pub(crate) use structure;
 
 #[cfg(test)]
 mod tests {
@@ -210,40 +234,25 @@ mod tests {
 
     #[test]
     fn written_values_are_read_back() {
-        let bytes = Writer::new()
-            .u32(7)
-            .i32(-7)
-            .u64(1 << 40)
-            .uuid(&[9; 16])
-            .text("abcde")
-            .optional_text(None)
-            .optional_text(Some("x"))
-            .done();
+        let none: Option<&str> = None;
+        let bytes = write(&(7u32, -7i32, 1u64 << 40, [9; 16], "abcde", none, Some("x")));
         assert_eq!(bytes.len() % 4, 0);
-        let mut reader = Reader::new(&bytes);
-        assert_eq!(reader.u32(), Ok(7));
-        assert_eq!(reader.i32(), Ok(-7));
-        assert_eq!(reader.u64(), Ok(1 << 40));
-        assert_eq!(reader.uuid(), Ok([9; 16]));
-        assert_eq!(reader.text().as_deref(), Ok("abcde"));
-        assert_eq!(reader.optional_text(), Ok(None));
-        assert_eq!(reader.optional_text(), Ok(Some("x".to_owned())));
-        assert_eq!(reader.end(), Ok(()));
+        type Values = (u32, i32, u64, Uuid, String, Option<String>, Option<String>);
+        let mut reader = Reader { bytes: &bytes, at: 0 };
+        let read: Values = Take::take(&mut reader).unwrap();
+        assert_eq!(read, (7, -7, 1 << 40, [9; 16], "abcde".to_owned(), None, Some("x".to_owned())));
+        assert_eq!(reader.at, bytes.len());
     }
 
     #[test]
     fn no_length_is_trusted() {
-        let huge = Writer::new().u32(u32::MAX).done();
-        assert!(matches!(Reader::new(&huge).text(), Err(Garbled::Long { .. })));
-        let longer_than_there_is = Writer::new().u32(1000).done();
-        assert!(matches!(Reader::new(&longer_than_there_is).text(), Err(Garbled::Short(4))));
-        assert!(matches!(Reader::new(&longer_than_there_is).list(2000, Reader::u32), Err(Garbled::Short(4))));
-        assert!(matches!(
-            Reader::new(&longer_than_there_is).list(999, Reader::u32),
-            Err(Garbled::Long { .. })
-        ));
-        assert_eq!(Reader::new(&[0, 0, 0, 2]).optional_text(), Err(Garbled::Flag(2)));
-        assert_eq!(Reader::new(&[0, 0, 0, 1, 255, 0, 0, 0]).text(), Err(Garbled::Text));
-        assert_eq!(Reader::new(&[0]).end(), Err(Garbled::Rest(1)));
+        let huge = write(&u32::MAX);
+        assert!(matches!(read::<String>(&huge), Err(Garbled::Long { .. })));
+        let longer_than_there_is = write(&1000);
+        assert!(matches!(read::<String>(&longer_than_there_is), Err(Garbled::Short(4))));
+        assert!(matches!(read::<List<u32, 2000>>(&longer_than_there_is), Err(Garbled::Short(4))));
+        assert!(matches!(read::<List<u32, 999>>(&longer_than_there_is), Err(Garbled::Long { .. })));
+        assert_eq!(read::<Option<String>>(&[0, 0, 0, 2]), Err(Garbled::Flag(2)));
+        assert_eq!(read::<String>(&[0, 0, 0, 1, 255, 0, 0, 0]), Err(Garbled::Text));
     }
 }

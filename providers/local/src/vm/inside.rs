@@ -15,6 +15,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::{chdir, pivot_root};
 
 pub(super) use super::Inside as Description;
+use super::root::NONE;
 use super::{leave_the_session, read, root};
 
 /// Argument that selects this role.
@@ -66,8 +67,7 @@ fn prepare(description: &Description) -> anyhow::Result<()> {
     // A separate session here too, because the guest may want a terminal.
     leave_the_session();
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
-    let none: Option<&str> = None;
-    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+    mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)
         .context("separate our mounts from the node's mounts")?;
     root::build(description)?;
     // Stacks the old root on the new one and detaches it, so no directory for the old root is needed.

@@ -44,6 +44,8 @@ const ETC: [&str; 15] = [
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
 const TUN: &str = "/dev/net/tun";
+/// Absent argument of a mount.
+pub(super) const NONE: Option<&str> = None;
 
 /// Builds the root at the path in the description.
 pub(super) fn build(description: &Description) -> anyhow::Result<()> {
@@ -102,8 +104,7 @@ fn user_data(root: &Path, text: &str) -> anyhow::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     tmpfs(&disk, flags, "mode=0755,size=2m")?;
     write(&disk.join("user-data"), text, 0o400)?;
-    let none: Option<&str> = None;
-    mount(none, &disk, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, none)
+    mount(NONE, &disk, NONE, flags | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, NONE)
         .context("make user-data read-only")
 }
 
@@ -182,15 +183,13 @@ fn bind_file(source: &Path, target: &Path) -> anyhow::Result<()> {
 }
 
 fn bind(source: &Path, target: &Path) -> anyhow::Result<()> {
-    let none: Option<&str> = None;
-    mount(Some(source), target, none, MsFlags::MS_BIND, none)
+    mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE)
         .with_context(|| format!("bind {} into the VM", source.display()))
 }
 
 fn read_only(target: &Path) -> anyhow::Result<()> {
-    let none: Option<&str> = None;
     let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-    mount(none, target, none, flags, none).with_context(|| format!("make {} read-only", target.display()))
+    mount(NONE, target, NONE, flags, NONE).with_context(|| format!("make {} read-only", target.display()))
 }
 
 fn tmpfs(target: &Path, flags: MsFlags, options: &str) -> anyhow::Result<()> {

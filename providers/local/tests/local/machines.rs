@@ -213,7 +213,7 @@ fn a_cloud_may_have_jumbo_frames_and_no_ipv4() {
 fn addresses_run_out_with_a_typed_error_and_come_back() {
     let place = Place::new(IDLE);
     let mut config = place.config();
-    config.network.subnet4 = peerpod_provider_local::config::Subnet::parse("10.77.0.0/29").unwrap();
+    config.network.subnet4 = "10.77.0.0/29".parse().unwrap();
     let provider = LocalProvider::open(config).unwrap();
     let start = Instant::now();
     let ids: Vec<_> = (0..5).map(|number| create(&provider, number).0).collect();

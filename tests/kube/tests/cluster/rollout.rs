@@ -107,7 +107,7 @@ async fn a_peer_pod_config_becomes_daemon_sets_of_its_nodes() {
         "garbage-collector-controller",
     ];
     let cluster = Cluster::start(Options { controllers, ..Options::default() }).await.unwrap();
-    let values = peerpod_test_kube::project("providers/fake/values.yaml");
+    let values = peerpod_test_kube::project("tests/fake/values.yaml");
     let set = ["--set", "rollout.mode=config", "-f", values.to_str().unwrap()];
     cluster.install(OWN, &set).unwrap();
     assert!(get(&cluster, "daemonset", "peerpod-node").unwrap().is_null(), "the controller makes them");
@@ -211,7 +211,7 @@ async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
     })
     .await
     .unwrap();
-    let values = peerpod_test_kube::project("providers/fake/values.yaml");
+    let values = peerpod_test_kube::project("tests/fake/values.yaml");
     let chart = peerpod_test_kube::project("deploy/chart");
     let words =
         ["upgrade", "peerpod", chart.to_str().unwrap(), "-n", OWN, "--set", "rollout.mode=config", "-f"];

@@ -12,8 +12,7 @@ use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{CreateRequest, Error};
 
-/// Checks that the same key with the same request gives the same VM.
-pub async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
     let (provider, request, key) = (trial.provider(), trial.harness.request(), trial.key());
     let first = trial.create(&request, &key).await?;
     let second = trial.create(&request, &key).await?;
@@ -27,8 +26,7 @@ pub async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
     trial.machines_are(1).await
 }
 
-/// Checks that concurrent creates with one key make one VM.
-pub async fn creates_with_one_key_at_once_make_one_vm(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn creates_with_one_key_at_once_make_one_vm(trial: Arc<Trial>) -> Checked {
     let key = trial.key();
     let creates: Vec<_> = (0..8)
         .map(|_| {
@@ -51,7 +49,7 @@ fn joined<T>(answer: Result<T, tokio::task::JoinError>) -> Result<T, Stop> {
 }
 
 /// Checks that the same key with another request is refused, and that the first VM is unchanged.
-pub async fn a_key_with_another_request_is_refused(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_key_with_another_request_is_refused(trial: Arc<Trial>) -> Checked {
     let (request, key) = (trial.harness.request(), trial.key());
     let first = trial.create(&request, &key).await?;
     let mut other = request.clone();
@@ -65,8 +63,7 @@ pub async fn a_key_with_another_request_is_refused(trial: Arc<Trial>) -> Checked
     trial.machines_are(1).await
 }
 
-/// Checks that a create dropped at any moment and repeated with its key makes one VM.
-pub async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     for (number, after) in trial.moments().await?.into_iter().enumerate() {
         let key = trial.key();
@@ -85,7 +82,7 @@ pub async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<T
 }
 
 /// Checks that a VM is listed, complete or not, after its create was dropped and never repeated.
-pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Checked {
     if trial.harness.machines().await.is_none() {
         return not_here("only the provider can count its VMs here");
     }
@@ -110,8 +107,7 @@ pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Chec
     Ok(())
 }
 
-/// Checks that another process finds a VM by its key and in the list.
-pub async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
     let Some(successor) = trial.harness.successor() else {
         return not_here("there cannot be two of this provider at once here");
     };
@@ -128,7 +124,7 @@ pub async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
 }
 
 /// Checks that many concurrent creates each get a VM and an address of their own.
-pub async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
     let crowd = trial.harness.crowd();
     let creates: Vec<_> = (0..crowd)
         .map(|_| {
@@ -167,7 +163,7 @@ pub async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
 }
 
 /// Checks that a repeated batch returns the same VMs and that all of them are listed with the key.
-pub async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let Some(batch) = provider.extensions().batch else { return not_here("this provider has no batches") };
     let most = provider.capabilities().max_batch;

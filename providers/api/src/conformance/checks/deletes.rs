@@ -10,8 +10,7 @@ use crate::Error;
 use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
 
-/// Checks that deletion of a VM that is gone returns `Ok`.
-pub async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (made, key) = trial.one().await?;
     said("delete", provider.delete(&made.id).await)?;
@@ -21,14 +20,13 @@ pub async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     trial.machines_are(0).await
 }
 
-/// Checks that deletion of a VM that never existed returns `Ok`.
-pub async fn a_delete_of_something_unknown_is_fine(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_delete_of_something_unknown_is_fine(trial: Arc<Trial>) -> Checked {
     let id = trial.unknown_id().await?;
     said("delete", trial.provider().delete(&id).await)
 }
 
 /// Checks that a delete that is dropped and repeated leaves nothing, even if the VM was not finished.
-pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     let moments = trial.moments().await?;
     for after in &moments {
@@ -57,7 +55,7 @@ pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc
 }
 
 /// Checks that a caller that waits for the addresses of a deleted VM gets an error.
-pub async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let unknown = provider.addresses(&trial.unknown_id().await?).await;
     hold!(matches!(unknown, Err(Error::NotFound { .. })), "an unknown VM: {unknown:?}");
@@ -70,8 +68,7 @@ pub async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Checks that the VMs of another cluster are not listed.
-pub async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
     let Some(stranger) = trial.harness.stranger() else {
         let (made, key) = trial.one().await?;
         let listed = trial.listed(&key).await?;

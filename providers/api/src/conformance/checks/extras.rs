@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use super::{hold, not_here};
-use crate::conformance::trial::said;
+use crate::conformance::trial::{patiently, said};
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{DiskRequest, Error, Provider, Volumes};
 
-/// Checks that the capabilities match the optional parts of the provider.
-pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let can = provider.capabilities();
     hold!(can == provider.capabilities(), "capabilities change");
@@ -27,8 +26,7 @@ pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Checks that preflight passes twice and makes no VM.
-pub async fn preflight_finds_everything_and_makes_nothing(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn preflight_finds_everything_and_makes_nothing(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let before = said("list_owned", provider.list_owned().await)?.len();
     for _ in 0..2 {
@@ -52,7 +50,7 @@ fn disk<'p>(trial: &Trial, provider: &'p dyn Provider) -> Result<(&'p dyn Volume
 
 /// Checks that a repeated attach returns the same identity, and that a second VM cannot attach the disk. A disk in the
 /// request gets the identity that an attach of it returns.
-pub async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (volumes, disk) = disk(&trial, &*provider)?;
     let (made, _) = trial.one().await?;
@@ -92,20 +90,12 @@ async fn until_attached(
     id: &crate::InstanceId,
     disk: &DiskRequest,
 ) -> Result<crate::DiskIdentity, Stop> {
-    loop {
-        match volumes.attach(id, disk).await {
-            Ok(identity) => return Ok(identity),
-            Err(error) => match error.retry() {
-                crate::Retry::After(pause) => tokio::time::sleep(pause).await,
-                _ => return said("attach", Err(error)),
-            },
-        }
-    }
+    patiently("attach", || volumes.attach(id, disk)).await
 }
 
 /// Checks that a detach returns `Ok` for a disk that is not attached, a VM that is gone and a VM that never existed. An
 /// attach to a VM that never existed fails.
-pub async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (volumes, disk) = disk(&trial, &*provider)?;
     let unknown = trial.unknown_id().await?;
@@ -122,7 +112,7 @@ pub async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
 }
 
 /// Checks that the console of a running VM can be read within the limit, and that a VM that never existed has none.
-pub async fn the_console_is_there_if_it_is_promised(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn the_console_is_there_if_it_is_promised(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let Some(console) = provider.extensions().console else {
         return not_here("this provider has no console");

@@ -7,29 +7,33 @@ use prometheus_client::registry::Registry;
 
 use super::creates::marked;
 use super::{hold, not_here};
+use crate::capabilities::{Change, OPTIONAL};
 use crate::conformance::trial::said;
 use crate::conformance::{Checked, Stop, Trial};
-use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, OPTIONAL, Retry, decorate};
+use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, Retry, decorate};
 
-/// Checks that a field outside the capabilities fails the create and makes no VM.
-pub async fn what_cannot_be_done_is_refused_not_dropped(trial: Arc<Trial>) -> Checked {
-    let can = trial.provider().capabilities();
-    for wish in OPTIONAL.iter().filter(|wish| !(wish.is_met)(&can)) {
-        let (mut request, key) = (trial.harness.request(), trial.key());
-        (wish.ask)(&mut request);
+pub(crate) async fn what_cannot_be_done_is_refused_not_dropped(trial: Arc<Trial>) -> Checked {
+    let provider = trial.provider();
+    for (wanted, ask) in OPTIONAL {
+        let mut request = trial.harness.request();
+        ask(&mut request);
+        if provider.capabilities().check(&request, provider.name()).is_ok() {
+            continue;
+        }
+        let key = trial.key();
         match trial.create_once(&request, &key).await {
             Err(Error::Unsupported { field, .. }) => {
-                hold!(field == wish.field, "{} was refused as {field}", wish.field);
+                hold!(field == *wanted, "{wanted} was refused as {field}");
             }
-            answer => hold!(false, "{}: {answer:?}", wish.field),
+            answer => hold!(false, "{wanted}: {answer:?}"),
         }
-        hold!(trial.listed(&key).await?.is_empty(), "{} was refused, and made a VM", wish.field);
+        hold!(trial.listed(&key).await?.is_empty(), "{wanted} was refused, and made a VM");
     }
     trial.machines_are(0).await
 }
 
 /// Checks that each failure the suite can cause has its class, has a text and shows no user-data.
-pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let can = provider.capabilities();
     let (request, mark) = marked(&trial);
@@ -52,8 +56,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
     }
     let mut errors: Vec<Error> = failures.into_iter().filter_map(|(_, _, error)| error).collect();
     // Mistakes that only the cloud can detect. The error may have any class, but must not advise a retry.
-    type Wrong = (bool, &'static str, fn(&mut CreateRequest));
-    let wrong: [Wrong; 3] = [
+    let wrong: [(bool, &str, Change); 3] = [
         (can.images, "an image that is none", |r| r.image = Some("no-such-image-0".to_owned())),
         (can.instance_types, "a type that is none", |r| r.instance_type = Some("no.such-type".to_owned())),
         (can.volumes, "a disk that is none", |r| {
@@ -80,7 +83,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
 }
 
 /// Checks that every call ends under a deadline of one millisecond, and that its effects can be removed.
-pub async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
     let config =
         DecoratorConfig { call_deadline: Duration::from_millis(1), retry_for: Duration::from_millis(0) };
     let provider = decorate(trial.provider(), config, &mut Registry::default());
@@ -107,8 +110,7 @@ pub async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
     trial.gone(&key).await
 }
 
-/// Checks that awkward user-data arrives unchanged.
-pub async fn user_data_arrives_byte_for_byte(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn user_data_arrives_byte_for_byte(trial: Arc<Trial>) -> Checked {
     let awkward = [
         "#cloud-config\n\nkey: \"ä ö ü €\"\r\n\t$HOME `id` %s \\n ${x} </user-data> \u{1F980}\n",
         "{\"no\":\"newline at the end\"}",
@@ -121,8 +123,7 @@ pub async fn user_data_arrives_byte_for_byte(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Checks that user-data of the stated limit arrives.
-pub async fn user_data_of_the_stated_limit_arrives(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn user_data_of_the_stated_limit_arrives(trial: Arc<Trial>) -> Checked {
     let limit = trial.provider().capabilities().max_user_data;
     // No cloud accepts more than 256 KiB, so a provider without a limit is tried up to that size.
     let text: String = ('a'..='z').cycle().take(limit.min(256 * 1024)).collect();
@@ -144,8 +145,7 @@ async fn user_data_arrives(trial: &Trial, text: &str) -> Checked {
     said("delete", trial.provider().delete(&made.id).await)
 }
 
-/// Checks that one byte over the limit is refused and makes no VM.
-pub async fn user_data_over_the_limit_is_refused_before_any_call(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn user_data_over_the_limit_is_refused_before_any_call(trial: Arc<Trial>) -> Checked {
     let limit = trial.provider().capabilities().max_user_data;
     if limit > 64 << 20 {
         return not_here(format!("a limit of {limit} bytes is as good as none"));

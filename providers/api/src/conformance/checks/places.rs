@@ -9,7 +9,7 @@ use crate::{CreateRequest, Error, Placement};
 
 /// Checks that choosing a placement makes no VM. A create repeated with its recorded placement must find its VM, even
 /// after another choice. A foreign placement, and a request that no offering fits, are refused.
-pub async fn a_recorded_place_is_kept(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn a_recorded_place_is_kept(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     let Some(place) = said("place", provider.place(&request).await)? else {
         return not_here("this provider has no choice of places");
@@ -42,7 +42,7 @@ fn strange() -> Placement {
 
 /// Checks that a provider object that never had a preflight lists VMs made by others, returns their addresses and
 /// deletes them. The cluster's controller uses such an object.
-pub async fn who_only_collects_lists_and_deletes(trial: Arc<Trial>) -> Checked {
+pub(crate) async fn who_only_collects_lists_and_deletes(trial: Arc<Trial>) -> Checked {
     let Some(collector) = trial.harness.collector() else {
         return not_here("there cannot be two of this provider at once here");
     };

@@ -9,11 +9,12 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use ipnet::{Ipv4Net, Ipv6Net};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider};
-use peerpod_provider_local::config::{Network, Subnet};
+use peerpod_provider_local::config::Network;
 use peerpod_provider_local::{LocalConfig, LocalProvider};
 
 /// Guest of most tests: does nothing, for ever.
@@ -130,8 +131,8 @@ pub fn config(dir: &Path) -> LocalConfig {
 fn network(bridge: &str, v4: u8, v6: u16) -> Network {
     Network {
         bridge: bridge.into(),
-        subnet4: Subnet { base: Ipv4Addr::new(10, v4, 0, 0), prefix: 16 },
-        subnet6: Subnet { base: Ipv6Addr::new(v6, 0, 0, 0, 0, 0, 0, 0), prefix: 64 },
+        subnet4: Ipv4Net::new(Ipv4Addr::new(10, v4, 0, 0), 16).unwrap(),
+        subnet6: Ipv6Net::new(Ipv6Addr::new(v6, 0, 0, 0, 0, 0, 0, 0), 64).unwrap(),
     }
 }
 

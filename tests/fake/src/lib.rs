@@ -297,12 +297,8 @@ impl Batch for Fake {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
-        self.capabilities().check(request, self.name())?;
-        let (count, most) = (count.get(), self.config.max_batch);
-        if count > most {
-            let text = format!("create of {count} fake VMs: the limit of one call is {most}");
-            return Err(Error::Invalid { text });
-        }
+        self.capabilities().check_batch(request, count, self.name())?;
+        let count = count.get();
         tokio::time::sleep(self.config.takes / 2).await;
         let (path, call) = self.call(request, count, key)?;
         let mut made = Vec::new();
