@@ -102,9 +102,14 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
 
 /// Removes a file durably. A missing file is no error.
 pub fn remove(path: &Path) -> io::Result<()> {
+    if remove_volatile(path)? { sync_folder(folder_of(path)) } else { Ok(()) }
+}
+
+/// Removes a file whose return after a power cut does no harm, such as a socket. Returns whether there was one.
+pub fn remove_volatile(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        removed => removed.and_then(|()| sync_folder(folder_of(path))),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        removed => removed.map(|()| true),
     }
 }
 

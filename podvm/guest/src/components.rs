@@ -142,7 +142,7 @@ impl Components {
 
     fn run(&self, component: &Component) -> std::io::Result<tokio::process::Child> {
         let (program, arguments) = component.command.split_first().ok_or(std::io::ErrorKind::NotFound)?;
-        files::remove(&component.socket)?; // it has no listener any more
+        files::remove_volatile(&component.socket)?; // it has no listener any more
         let mut command = Command::new(program);
         command
             .args(arguments)

@@ -263,12 +263,26 @@ mod tests {
 
     #[test]
     fn each_option_is_refused_without_its_capability() {
-        let (can, cannot) = (everything(), Capabilities::minimal(16));
+        let can = everything();
         can.check(&full(), "shelf").unwrap();
         for (wanted, ask) in OPTIONAL {
             let mut request = CreateRequest { name: "pod".into(), ..CreateRequest::default() };
             ask(&mut request);
             can.check(&request, "shelf").unwrap();
+            let mut cannot = everything();
+            match *wanted {
+                "image" => cannot.images = false,
+                "instance_type" => cannot.instance_types = false,
+                "size.gpus" | "size.gpu_model" => cannot.gpus = false,
+                "disks" => cannot.volumes = false,
+                "arch" => cannot.archs = vec![Arch::X86_64],
+                "confidential" => cannot.confidential = vec![Confidential::Sev],
+                "market" => cannot.spot = false,
+                "zones" => cannot.zones = false,
+                "second_nic" => cannot.second_nic = false,
+                "public_ip" => cannot.public_ip = false,
+                other => panic!("{other}: name its capability here"),
+            }
             match cannot.check(&request, "shelf") {
                 Err(Error::Unsupported { field, text }) => {
                     assert_eq!(field, *wanted);

@@ -161,7 +161,7 @@ async fn clear(socket: &Path) -> Result<(), Error> {
         };
         killed.map_err(|error| failed("another program listens on", socket, &error))?;
     }
-    files::remove(socket).map_err(|error| failed("remove", socket, &error))
+    files::remove_volatile(socket).map(drop).map_err(|error| failed("remove", socket, &error))
 }
 
 async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {

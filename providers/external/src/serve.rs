@@ -231,7 +231,8 @@ impl Caller<'_> {
         let mut one = request.request.into_option().unwrap_or_default();
         let key = wire::key_from(std::mem::take(&mut one.key))?;
         let one = wire::request_from(one)?;
-        let count = NonZeroU32::new(request.count).ok_or_else(|| Error::invalid("create of 0 VMs"))?;
+        let count = NonZeroU32::new(request.count)
+            .ok_or_else(|| Error::invalid("create of 0 VMs: at least one is needed"))?;
         self.provider.capabilities().check_batch(&one, count, &self.served.name)?;
         let batch = self.provider.extensions().batch.ok_or_else(|| without("batch"))?;
         Ok(wire::created_many_to(&batch.create_many(&one, count, &key).await?))

@@ -154,7 +154,7 @@ impl Shared {
             found.file_type().is_block_device() && found.rdev() == makedev(LOOP, number)
         };
         if !there.as_ref().is_ok_and(right) {
-            files::remove(&dev.join(&node))?;
+            files::remove_volatile(&dev.join(&node))?;
             let mode = Mode::S_IRUSR | Mode::S_IWUSR;
             mknod(&dev.join(&node), SFlag::S_IFBLK, mode, makedev(LOOP, number))?;
         }
@@ -162,7 +162,7 @@ impl Shared {
         fs::create_dir_all(&names)?;
         let target = Path::new("../..").join(&node);
         if fs::read_link(names.join(name)).ok().as_ref() != Some(&target) {
-            files::remove(&names.join(name))?;
+            files::remove_volatile(&names.join(name))?;
             symlink(target, names.join(name))?;
         }
         Ok(())
@@ -191,7 +191,7 @@ impl Shared {
         }
         if let Ok(Some(dev)) = self.dev_of(id) {
             let link = dev.join("disk/by-id").join(name_of(volume));
-            files::remove(&link).map_err(failed)?;
+            files::remove_volatile(&link).map_err(failed)?;
         }
         taken.vms.retain(|vm| vm != id.as_str());
         let path = self.taken_path(volume);
@@ -202,7 +202,7 @@ impl Shared {
     /// Detaches all disks of a VM that has no processes left. Its mounts go with its mount namespace, a little later.
     pub(crate) async fn detach_all(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
         self.with_disks(move |shared| {
-            let all = shared.taken().map_err(failed)?;
+            let all = shared.taken().map_err(|error| failed(error).during("list the disks"))?;
             all.iter().filter(|taken| taken.is_with(&id)).try_for_each(|taken| {
                 let detached = shared.detach_now(&id, &taken.volume);
                 detached.map_err(|error| error.during(format_args!("detach of {}", taken.volume)))

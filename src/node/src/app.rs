@@ -467,7 +467,7 @@ type BoundSocket = (PathBuf, (u64, u64));
 fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
     let bound = || -> io::Result<(UnixListener, (u64, u64))> {
         let temporary = path.with_extension("new");
-        files::remove(&temporary)?;
+        files::remove_volatile(&temporary)?;
         let listener = UnixListener::bind(&temporary)?;
         std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600))?;
         let there = std::fs::symlink_metadata(&temporary)?;

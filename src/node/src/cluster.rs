@@ -1,7 +1,7 @@
 //! Connects the node to Kubernetes: watches its pods ([`pods`]), and shows their VMs to users. A pod waits at most
 //! 900 ms for this module: one task writes the desired PeerPods in the background, so an API server that is unreachable
 //! for hours delays records and nothing else. A node without `cluster.node-name` does not use this module. It needs the
-//! rights in `deploy/chart/files/rbac/node.yaml`, and none to secrets.
+//! rights in `deploy/chart/files/rbac` (`node.yaml`, `node-own.yaml`), and none to secrets.
 
 pub(crate) mod capacity;
 pub(crate) mod config;

@@ -82,7 +82,7 @@ impl RelayClient {
                 }
                 Err(error) => debug!(error, "peerpod-relay is still away"),
             }
-            if self.0.stub.send_replace(None).is_some() {
+            if self.0.stub.send_if_modified(|stub| stub.take().is_some()) {
                 said = false;
                 info!("the connection to peerpod-relay ended");
             }

@@ -198,10 +198,11 @@ impl Node for Service {
     }
 }
 
-/// Carries out the stops that the relay has confirmed. Returns the number of notes handled.
+/// Carries out the stops that the relay has confirmed. Returns the number of notes handled. After an error the notes
+/// stay, and are read again.
 pub(crate) async fn read_inbox(table: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
     let reader = inbox.clone();
-    let (notes, bad) = blocking(move || reader.read()).await?;
+    let (notes, bad) = blocking(move || reader.read().map_err(Error::from)).await?;
     for bad in bad {
         metrics.sandboxes.quarantined.inc();
         tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox is not valid");
@@ -214,7 +215,7 @@ pub(crate) async fn read_inbox(table: &Sandboxes, inbox: &Inbox, metrics: &Metri
             continue;
         }
         let inbox = inbox.clone();
-        blocking(move || inbox.done(&note)).await?;
+        blocking(move || inbox.done(&note).map_err(Error::from)).await?;
         handled += 1;
     }
     Ok(handled)

@@ -229,7 +229,12 @@ impl Object {
 
     fn remove(self) -> Step {
         let what = format!("remove {}", self.name);
-        Step { message: self.old, back: Some(self.new), what, optional: false }
+        // An address may be there again with other settings by then.
+        let back = match self.new {
+            (_, new @ RouteNetlinkMessage::NewAddress(_)) => (NLM_F_CREATE | NLM_F_REPLACE, new),
+            new => new,
+        };
+        Step { message: self.old, back: Some(back), what, optional: false }
     }
 }
 

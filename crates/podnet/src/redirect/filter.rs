@@ -82,7 +82,8 @@ impl Classifier {
     }
 }
 
-/// Builds the filter that redirects everything received on `from` to `to`. Its program must stay open until then.
+/// Builds the filter that redirects everything received on `from` to `to`. Its program must stay open until the message
+/// is sent.
 pub(super) fn make(
     by: Classifier,
     tag: Tag,

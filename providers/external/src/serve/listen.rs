@@ -40,10 +40,10 @@ pub fn socket_we_were_given() -> Result<PathBuf, Error> {
 /// When the socket cannot be created.
 pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
     let bind = || -> io::Result<UnixListener> {
-        files::remove(path)?;
+        files::remove_volatile(path)?;
         // Under another name first, so that a client never finds a socket with other permissions.
         let new = path.with_extension("new");
-        files::remove(&new)?;
+        files::remove_volatile(&new)?;
         let listener = UnixListener::bind(&new)?;
         std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
         std::fs::rename(&new, path)?;

@@ -119,7 +119,8 @@ impl Capacity {
             if let Err(error) = &done
                 && !failed
             {
-                warn!(%error, "cannot set or clear the node's capacity for peer pods; trying again");
+                let attempt = if self.amount.is_some() { "set" } else { "clear" };
+                warn!(%error, "cannot {attempt} the node's capacity for peer pods; trying again");
             }
             failed = done.is_err();
             next = Instant::now() + if failed { RETRY } else { EVERY };

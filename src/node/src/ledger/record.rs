@@ -1,7 +1,7 @@
 //! Defines the record of one sandbox: format version 1. Plain data.
 //!
 //! Fields may be added with `#[serde(default)]`; a changed meaning needs a new version and a reader for the old one.
-//! A sample of every released version is kept in `src/node/tests/samples/`.
+//! A sample of every earlier version is kept in `src/node/tests/samples/`.
 
 use std::net::IpAddr;
 use std::path::PathBuf;

@@ -107,7 +107,9 @@ async fn publish(
     loop {
         let bound = *listening.borrow_and_update();
         underlay.borrow_and_update();
-        if let (Some(wireguard), Ok(found)) = (tunnel.wireguard(), addresses.now(bound)) {
+        if let Some(wireguard) = tunnel.wireguard()
+            && let Ok(found) = addresses.now(bound)
+        {
             wireguard.found_at(found.iter().map(SocketAddr::ip).collect());
         }
         if let Some(bound) = bound {

@@ -1,5 +1,5 @@
 //! Passes descriptors to the relay that only the node has the right to open ([`peerpod_base::fd_handoff`]). The relay keeps
-//! them until it exits. The caller watches [`RelayClient::epoch`], and passes them again to a new relay.
+//! them until it exits. The caller watches `RelayClient::epoch`, and passes them again to a new relay.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use peerpod_common::blocking::Interrupted;
+
 use crate::spec::SandboxId;
 
 /// Reason why a call about a sandbox failed, for the pod's author: first the failure, then its cause and the remedy.
@@ -42,6 +44,12 @@ pub(crate) enum Error {
     /// A component of the node is broken or closing; a retry may work.
     #[error("{0}")]
     Unavailable(String),
+}
+
+impl From<Interrupted> for Error {
+    fn from(interrupted: Interrupted) -> Error {
+        Error::Unavailable(interrupted.to_string())
+    }
 }
 
 /// Reason why a guest gets no certificate. The first three have the same text, so that a guest cannot distinguish them.

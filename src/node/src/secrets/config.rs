@@ -1,7 +1,7 @@
 //! Reads the nodes' half of section `secrets`.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -92,11 +92,11 @@ impl SecretsConfig {
 /// Reads a file on another thread: a mount may hang.
 async fn read(path: &Path, what: &str) -> Result<Zeroizing<String>, PullSecretError> {
     let file = path.to_owned();
+    let remedy = format!("mount {what} there");
     let read = blocking(move || {
         let mut text = Zeroizing::new(String::new());
-        File::open(file)?.take(MOST).read_to_string(&mut text)?;
-        Ok::<_, std::io::Error>(text)
+        let read = File::open(file).and_then(|file| file.take(MOST).read_to_string(&mut text));
+        read.map(|_| text).map_err(|error| io::Error::new(error.kind(), format!("{error}; {remedy}")))
     });
-    let failed = |why| PullSecretError::away(format!("read {}: {why}; mount {what} there", path.display()));
-    read.await.map_err(failed)
+    read.await.map_err(|why| PullSecretError::away(format!("read {}: {why}", path.display())))
 }

@@ -238,13 +238,11 @@ impl Task {
             Ok(addresses) => addresses,
             Err(error) => return self.not_located(error).await,
         };
-        if self.record.addresses.is_empty() {
-            self.reached("address_known");
-        }
         // Known addresses stay first: the tunnel uses them.
         let is_new = |address: &IpAddr| !self.record.addresses.contains(address);
         let new: Vec<IpAddr> = addresses.into_iter().filter(is_new).collect();
         if !new.is_empty() {
+            self.reached("address_known");
             let saved = self.change(|record| record.addresses.extend(new)).await;
             self.redial();
             saved?;

@@ -486,7 +486,7 @@ impl Task {
         Ok(())
     }
 
-    /// Notes that a stage was reached; the next durable change includes it.
+    /// Notes that a stage was reached, the first time only. The next durable change includes it; a failed one leaves it.
     pub(crate) fn reached(&mut self, stage: &str) {
         let before = self.record.stages.len();
         self.record.reached(stage, self.ports.clock.now_ms());
