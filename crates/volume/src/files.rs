@@ -32,7 +32,7 @@ pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     files::write(&folder.join(name), bytes)
 }
 
-/// Removes a file that [`write`] wrote, durably, and the temporary file of a killed writer. A missing file is no error.
+/// Removes a file that [`write()`] wrote, durably, and the temporary file of a killed writer. A missing file is no error.
 ///
 /// # Errors
 /// A file still exists, or its removal could not be made durable.

@@ -166,7 +166,9 @@ impl PodAssignment {
     }
 
     fn keep(&self, plan: &Personalise) -> Result<(), String> {
-        let bytes = plan.write_to_bytes().map_err(|error| format!("keeping the plan: {error}"))?;
+        let bytes = plan
+            .write_to_bytes()
+            .map_err(|error| format!("keeping the plan in {}: {error}", self.file.display()))?;
         write(&self.file, &bytes)
     }
 

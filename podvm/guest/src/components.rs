@@ -141,7 +141,8 @@ impl Components {
     }
 
     fn run(&self, component: &Component) -> std::io::Result<tokio::process::Child> {
-        let (program, arguments) = component.command.split_first().ok_or(std::io::ErrorKind::NotFound)?;
+        let (program, arguments) =
+            component.command.split_first().ok_or_else(|| std::io::Error::other("its command is empty"))?;
         files::remove_volatile(&component.socket)?; // it has no listener any more
         let mut command = Command::new(program);
         command

@@ -72,7 +72,7 @@ impl Parts {
         match (&self.kata_agent, &self.test_agent) {
             (Some(agent), _) => {
                 tree.add_file(AGENT, agent)?;
-                report.supplied.insert("kata-agent", sha256(&std::fs::read(agent)?));
+                report.supplied.extend(tree.content(AGENT).map(|agent| ("kata-agent", sha256(agent))));
             }
             (None, Some(agent)) => {
                 tree.add_file(AGENT, agent)?;

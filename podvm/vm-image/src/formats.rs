@@ -35,7 +35,7 @@ pub(crate) fn write(
         let to = out.join(&name);
         let content = match format {
             Format::Raw | Format::Vhd => {
-                let mut content = fs::read(raw)?;
+                let mut content = fs::read(raw).with_context(|| format!("read {}", raw.display()))?;
                 if let Format::Vhd = format {
                     ensure!((content.len() as u64).is_multiple_of(MIB), "the disk is not of whole MiB");
                     content.extend_from_slice(&vhd_footer(content.len() as u64, identity));

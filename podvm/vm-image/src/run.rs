@@ -1,5 +1,6 @@
 //! Runs other programs to their end, within a time limit, without a shell. A program's error output is in the error.
 
+use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -29,7 +30,8 @@ pub(crate) fn tool(program: &str) -> Command {
 
 /// Runs a command to its end with `input` on its standard input, and returns its standard output.
 pub(crate) fn with_input(command: &mut Command, input: &[u8]) -> anyhow::Result<Vec<u8>> {
-    let what = format!("{command:?}");
+    let arguments = command.get_args().map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ");
+    let what = format!("{} {arguments}", command.get_program().to_string_lossy());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| {
         format!("cannot start {what}; `scripts/setup` installs the programs that build images")

@@ -88,7 +88,10 @@ impl Stats {
     }
 
     pub(crate) fn drop(&self, why: Reason) {
-        add(&self.drops[why as usize], 1);
+        // A reason that ALL lacks must not stop the data path.
+        if let Some(counter) = self.drops.get(why as usize) {
+            add(counter, 1);
+        }
     }
 
     /// Reads all counters.

@@ -180,7 +180,7 @@ impl State {
 
 impl Ca {
     fn make(policy: &Policy, now: SystemTime) -> Result<Ca> {
-        let key = new_key()?;
+        let key = new_key().context("make the CA's key")?;
         let mut tag = [0; 4];
         getrandom::fill(&mut tag).context("random numbers")?;
         // Names differ, so that two CAs of one bundle cannot be confused.
@@ -237,7 +237,7 @@ pub(crate) struct Leaf {
 impl Signer {
     /// Makes a key and a certificate for a server of these names (DNS names or addresses).
     pub(crate) fn server(&self, names: &[String], now: SystemTime, validity: Duration) -> Result<Leaf> {
-        let key = new_key()?;
+        let key = new_key().context("make a server's key")?;
         let not_after = (now + validity).min(self.not_after);
         let mut params = params(names.first().map_or("peerpod", String::as_str), now, not_after)?;
         params.subject_alt_names = CertificateParams::new(names).context("name a server")?.subject_alt_names;
@@ -254,7 +254,7 @@ impl Signer {
 
 /// Makes a key, which is wiped on drop.
 fn new_key() -> Result<Zeroizing<KeyPair>> {
-    Ok(Zeroizing::new(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("make a key")?))
+    Ok(Zeroizing::new(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?))
 }
 
 /// Returns parameters with a common name as the only subject, the dates, and a random serial number.

@@ -3,7 +3,6 @@
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use json_patch::Patch;
-use kube::core::GroupVersionKind;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -26,9 +25,16 @@ struct Request {
     operation: String,
     #[serde(default)]
     namespace: String,
-    kind: GroupVersionKind,
+    kind: Kind,
     #[serde(default)]
     object: Value,
+}
+
+#[derive(Deserialize)]
+struct Kind {
+    #[serde(default)]
+    group: String,
+    kind: String,
 }
 
 /// Returns the answer to a request, and its result. An error means that the body is no valid request; its text is for the
@@ -48,7 +54,8 @@ pub(super) fn answer(
     }
     let request = review.request;
     let ours = request.operation == "CREATE"
-        && request.kind == GroupVersionKind::gvk("", "v1", "Pod")
+        && request.kind.group.is_empty()
+        && request.kind.kind == "Pod"
         && !excluded.contains(&request.namespace);
     let patch = if ours { mutate(&request.object, profile) } else { Ok(Patch(Vec::new())) };
     let (response, outcome) = match patch {
