@@ -80,11 +80,11 @@ fn make(
     podns: &Path,
 ) -> Result<Applied, Error> {
     let node = planned.underlay.node;
-    let way = link::way_to(host, node)?;
-    let room = way.mtus.route.saturating_sub(planned.underlay.overhead);
+    let path = link::path_to(host, node)?;
+    let room = path.mtus.route.saturating_sub(planned.underlay.overhead);
     let source = match planned.underlay.vm {
-        Some(vm) if vm.is_ipv6() == node.is_ipv6() && is_source(host, vm, way.source, node) => vm,
-        _ => way.source,
+        Some(vm) if vm.is_ipv6() == node.is_ipv6() && is_source(host, vm, path.source, node) => vm,
+        _ => path.source,
     };
     let wanted = fitted(planned, room)?;
     // This program did not apply a plan that it cannot read.

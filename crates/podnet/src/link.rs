@@ -231,7 +231,7 @@ pub(crate) fn default_route(gateway: IpAddr) -> Result<RouteMessageBuilder<IpAdd
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct IpPath {
     pub(crate) source: IpAddr,
     pub(crate) device: String,
     pub(crate) mtus: Mtus,
@@ -296,7 +296,7 @@ pub(crate) fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
 }
 
 /// Queries the kernel for the path to `peer`. Source address and MTU come from the kernel, never from a guess.
-pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
+pub(crate) fn path_to(client: &mut Client, peer: IpAddr) -> Result<IpPath, Error> {
     let broken = |why: &str| Error::Path { peer, why: why.to_owned() };
     if peer.is_unspecified() || peer.is_loopback() || peer.is_multicast() {
         return Err(broken("this is no address of another machine"));
@@ -331,7 +331,7 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
             .map_err(Error::kernel(format!("ask for the route to {peer} as it is configured")))?;
         mtus.route = mtu_of(&own).map_or(link.mtu, |mtu| mtu.min(link.mtu));
     }
-    Ok(Way { source, device: link.name, mtus })
+    Ok(IpPath { source, device: link.name, mtus })
 }
 
 pub(crate) fn family(address: IpAddr) -> AddressFamily {

@@ -30,7 +30,7 @@ use super::link;
 use super::mark::{Mark, Owner, Tag};
 use super::netlink::{self, Answer, Client};
 use super::netns::Netns;
-use filter::{FIRST, Filter, INGRESS_SIDE, Way, make};
+use filter::{Direction, FIRST, Filter, INGRESS_SIDE, make};
 
 const QDISC: TcHandle = TcHandle { major: 0xffff, minor: 0 };
 const MAX_ENTRIES: usize = 1024;
@@ -52,14 +52,14 @@ pub fn choose(wanted: Option<Classifier>) -> Result<Classifiers, Error> {
     if let Err(no) = client.tell(new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(LOOPBACK))) {
         return Err(Error::NoRedirect(format!("ingress: {no}")));
     }
-    let way = Way { from: LOOPBACK, to: LOOPBACK, into: true };
+    let direction = Direction { from: LOOPBACK, to: LOOPBACK, into: true };
     let (mut there, mut refused) = (Vec::new(), Vec::new());
     for (by, preference) in Classifier::ALL.into_iter().zip(FIRST..) {
         if wanted.is_some_and(|wanted| wanted != by) {
             continue;
         }
         // The program must stay open until the message is sent.
-        let made = make(by, tag, way, preference, by.first_handle()).map_err(netlink::Error::from);
+        let made = make(by, tag, direction, preference, by.first_handle()).map_err(netlink::Error::from);
         match made.and_then(|(message, _program)| client.tell(new, message)) {
             Ok(()) => there.push(by),
             Err(no) => refused.push(format!("{}: {no}", by.name())),
@@ -84,8 +84,11 @@ pub(crate) struct Prepared {
 }
 
 /// Returns both redirects of a pair: the pod's interface, and its tunnel.
-fn ways((interface, tunnel): (u32, u32)) -> [Way; 2] {
-    [Way { from: interface, to: tunnel, into: true }, Way { from: tunnel, to: interface, into: false }]
+fn directions((interface, tunnel): (u32, u32)) -> [Direction; 2] {
+    [
+        Direction { from: interface, to: tunnel, into: true },
+        Direction { from: tunnel, to: interface, into: false },
+    ]
 }
 
 const PER_PAIR: usize = 3;
@@ -98,10 +101,10 @@ impl Maker {
         let (mut messages, mut programs) = (Vec::with_capacity(pairs.len() * PER_PAIR), Vec::new());
         for &(one, other) in pairs {
             messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(one))));
-            for way in ways((one, other)) {
-                let by = self.by(way);
-                let made = make(by, self.tag, way, FIRST, by.first_handle());
-                let (message, loaded) = made.map_err(program(way))?;
+            for direction in directions((one, other)) {
+                let by = self.by(direction);
+                let made = make(by, self.tag, direction, FIRST, by.first_handle());
+                let (message, loaded) = made.map_err(program(direction))?;
                 messages.push((new, message));
                 programs.extend(loaded);
             }
@@ -123,20 +126,20 @@ impl Maker {
                 let missing = netlink::Error::Garbled("answers are missing".to_owned());
                 return Err(Error::kernel("redirect a pod's interface")(missing));
             };
-            let ways = ways(pair);
+            let directions = directions(pair);
             match (qdisc, into) {
                 (Ok(()), Ok(())) => {}
                 (Err(no), _) if !matches!(no.errno, Errno::EEXIST | Errno::EBUSY) => {
-                    let attempt = format!("add the ingress qdisc of device {}", ways[0].from);
+                    let attempt = format!("add the ingress qdisc of device {}", directions[0].from);
                     return Err(Error::kernel(attempt)(no.clone().into()));
                 }
                 (qdisc, _) => {
                     let none = matches!(qdisc, Err(no) if no.errno == Errno::EBUSY);
-                    obstacles.extend(self.ensure(client, ways[0], none)?);
+                    obstacles.extend(self.ensure(client, directions[0], none)?);
                 }
             }
             if back.is_err() {
-                obstacles.extend(self.ensure(client, ways[1], true)?);
+                obstacles.extend(self.ensure(client, directions[1], true)?);
             }
         }
         Ok(obstacles)
@@ -157,8 +160,13 @@ impl Maker {
 
     /// Makes sure that device `from` has exactly one redirect of this module to `to`, before all other filters where
     /// possible. Returns, as text, the filters that still come before it.
-    fn ensure(&self, client: &mut Client, way: Way, no_qdisc: bool) -> Result<Option<String>, Error> {
-        let (Way { from, to, .. }, by) = (way, self.by(way));
+    fn ensure(
+        &self,
+        client: &mut Client,
+        direction: Direction,
+        no_qdisc: bool,
+    ) -> Result<Option<String>, Error> {
+        let (Direction { from, to, .. }, by) = (direction, self.by(direction));
         let attempt = || Error::kernel(format!("redirect device {from} to device {to}"));
         if no_qdisc {
             let new = RouteNetlinkMessage::NewQueueDiscipline(qdisc(from));
@@ -189,7 +197,7 @@ impl Maker {
                 // The kernel evaluates filters in the order in which it lists them.
                 let first = all.iter().position(|filter| self.is_ours(filter)).unwrap_or_default();
                 let place = place(&others, by);
-                if first > 0 && place.is_first && self.put(client, way, place, new).is_ok() {
+                if first > 0 && place.is_first && self.put(client, direction, place, new).is_ok() {
                     // For a moment there are two redirects, rather than none.
                     ours.push(right);
                 }
@@ -197,9 +205,9 @@ impl Maker {
             Some(wrong) => {
                 let place =
                     Place { by, preference: wrong.preference(), handle: wrong.handle, is_first: false };
-                self.put(client, way, place, NLM_F_CREATE | NLM_F_REPLACE)?;
+                self.put(client, direction, place, NLM_F_CREATE | NLM_F_REPLACE)?;
             }
-            None => self.put(client, way, place(&others, by), new)?,
+            None => self.put(client, direction, place(&others, by), new)?,
         }
         for more in &ours {
             let message = RouteNetlinkMessage::DelTrafficFilter(more.deletion(from));
@@ -226,15 +234,15 @@ impl Maker {
         )))
     }
 
-    fn put(&self, client: &mut Client, way: Way, place: Place, flags: u16) -> Result<(), Error> {
-        let made = make(place.by, self.tag, way, place.preference, place.handle);
-        let (message, _program) = made.map_err(program(way))?;
+    fn put(&self, client: &mut Client, direction: Direction, place: Place, flags: u16) -> Result<(), Error> {
+        let made = make(place.by, self.tag, direction, place.preference, place.handle);
+        let (message, _program) = made.map_err(program(direction))?;
         patient(client, flags, &message, &[])
-            .map_err(Error::kernel(format!("redirect device {} to device {}", way.from, way.to)))
+            .map_err(Error::kernel(format!("redirect device {} to device {}", direction.from, direction.to)))
     }
 
-    fn by(&self, way: Way) -> Classifier {
-        if way.into { self.by.into } else { self.by.back }
+    fn by(&self, direction: Direction) -> Classifier {
+        if direction.into { self.by.into } else { self.by.back }
     }
 
     fn is_ours(&self, filter: &Filter) -> bool {
@@ -271,9 +279,10 @@ fn place(others: &[Filter], by: Classifier) -> Place {
     Place { preference: preference.unwrap_or(FIRST), is_first: false, ..first }
 }
 
-fn program(way: Way) -> impl Fn(io::Error) -> Error {
+fn program(direction: Direction) -> impl Fn(io::Error) -> Error {
     move |e| {
-        let attempt = format!("load the program that redirects device {} to device {}", way.from, way.to);
+        let attempt =
+            format!("load the program that redirects device {} to device {}", direction.from, direction.to);
         Error::kernel(attempt)(netlink::Error::Socket(e))
     }
 }

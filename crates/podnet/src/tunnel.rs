@@ -24,11 +24,11 @@ const MAX_DEVICES: usize = 256;
 
 /// Path from the node to a VM, and the packet size that it leaves for the pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TunnelWay {
+pub struct TunnelPath {
     /// The node's address towards the VM.
     pub source: IpAddr,
     /// The largest inner packet that fits without fragments, in bytes.
-    pub room: u32,
+    pub mtu: u32,
 }
 
 /// Queries the kernel for the path to the VM and its configured MTU. The guest measures the rest of the path MTU,
@@ -36,13 +36,13 @@ pub struct TunnelWay {
 ///
 /// # Errors
 /// [`Error::Path`] where there is no path, or the VM's address is of another family than the reservation.
-pub fn way(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelWay, Error> {
+pub fn path(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelPath, Error> {
     if vm.is_ipv6() != shape.v6 {
         let family = if shape.v6 { "IPv6" } else { "IPv4" };
         return Err(Error::Path { peer: vm, why: format!("the tunnel was reserved for {family}") });
     }
-    let way = link::way_to(host, vm)?;
-    Ok(TunnelWay { source: way.source, room: way.mtus.route.saturating_sub(shape.overhead()) })
+    let path = link::path_to(host, vm)?;
+    Ok(TunnelPath { source: path.source, mtu: path.mtus.route.saturating_sub(shape.overhead()) })
 }
 
 /// One of the pod's interfaces and its tunnel device.

@@ -115,7 +115,7 @@ pub(super) fn gateways(client: &mut Client, index: u32, without: u32) -> Result<
 /// # Errors
 /// [`Error::Path`] where there is no path to it.
 pub fn towards(client: &mut Client, peer: IpAddr) -> Result<String, Error> {
-    Ok(link::way_to(client, peer)?.device)
+    Ok(link::path_to(client, peer)?.device)
 }
 
 /// Returns whether an address is usable beyond its own network segment: it is not link-local.
@@ -276,7 +276,7 @@ pub fn network(address: IpAddr, prefix: u8) -> (IpAddr, u8) {
 /// [`Error::Path`] without a route to `peer`.
 pub fn mtus(peer: IpAddr) -> Result<Mtus, Error> {
     let mut client = Client::route().map_err(Error::socket)?;
-    Ok(link::way_to(&mut client, peer.to_canonical())?.mtus)
+    Ok(link::path_to(&mut client, peer.to_canonical())?.mtus)
 }
 
 #[cfg(test)]

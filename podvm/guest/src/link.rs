@@ -119,7 +119,7 @@ pub(crate) struct LinkSupervisor {
 }
 
 /// Direction of the dial.
-enum Way {
+enum Connector {
     /// The guest dials.
     Dial(Dialler),
     /// The node dials.
@@ -159,18 +159,18 @@ impl LinkSupervisor {
             };
             config.inspect_err(said).ok()
         };
-        let mut way = Way::Wait(Waiter::new(port, Arc::new(greeting)));
+        let mut connector = Connector::Wait(Waiter::new(port, Arc::new(greeting)));
         self.status.called.set();
         let mut said = Said::default();
         if !self.identity.lock().is_granted() {
-            self.claim(&mut way, &mut said).await;
+            self.claim(&mut connector, &mut said).await;
         }
         let mut stage = Some(self.status.begin("link"));
         let (mut fruitless, mut linked) = (0, None);
         // Port on which the relay answers probes.
         let relay_port = self.user_data.node.addresses.first().map(SocketAddr::port);
         loop {
-            let Way::Wait(waiter) = &way else { return };
+            let Connector::Wait(waiter) = &connector else { return };
             tokio::select! {
                 biased;
                 event = links.recv() => {
@@ -187,15 +187,15 @@ impl LinkSupervisor {
             }
             if fruitless >= CLAIM_AGAIN {
                 fruitless = 0;
-                self.claim_again(&mut way, &mut said).await;
+                self.claim_again(&mut connector, &mut said).await;
             }
         }
     }
 
-    async fn claim_again(&self, way: &mut Way, said: &mut Said) {
+    async fn claim_again(&self, connector: &mut Connector, said: &mut Said) {
         tracing::warn!("the node does not take our certificate, showing the ticket again");
         // The node dials at its own pace; the certificate may be good again before it does.
-        match timeout(CLAIM, self.claim_once(way)).await {
+        match timeout(CLAIM, self.claim_once(connector)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => said.once("claim failed", error.to_string()),
             Err(_) => said.once("claim failed", late().to_string()),
@@ -204,18 +204,18 @@ impl LinkSupervisor {
 
     async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
         let addresses = self.user_data.node.addresses.clone();
-        let mut way = Way::Dial(Dialler::new(addresses, self.status.addressed.clone()));
+        let mut connector = Connector::Dial(Dialler::new(addresses, self.status.addressed.clone()));
         let mut said = Said::default();
         if !self.identity.lock().is_granted() {
-            self.claim(&mut way, &mut said).await;
+            self.claim(&mut connector, &mut said).await;
         }
         let mut stage = Some(self.status.begin("link"));
         let mut fruitless = 0;
         loop {
-            if let Way::Dial(dialler) = &mut way {
+            if let Connector::Dial(dialler) = &mut connector {
                 dialler.learn(&self.node_endpoints.borrow());
             }
-            match self.secure(&mut way, true).await {
+            match self.secure(&mut connector, true).await {
                 Ok(stream) => {
                     let linked = underlay::Linked::of(&stream, None);
                     handle.attach(Transport::from(stream));
@@ -229,7 +229,7 @@ impl LinkSupervisor {
             }
             if fruitless >= CLAIM_AGAIN {
                 fruitless = 0;
-                self.claim_again(&mut way, &mut said).await;
+                self.claim_again(&mut connector, &mut said).await;
             }
             sleep(dial::beat()).await;
         }
@@ -287,9 +287,9 @@ impl LinkSupervisor {
     }
 
     /// Shows the ticket until the node grants a certificate.
-    async fn claim(&self, way: &mut Way, said: &mut Said) {
+    async fn claim(&self, connector: &mut Connector, said: &mut Said) {
         let mut refusals = Backoff::new(REFUSED, LONGEST_REFUSED);
-        while let Err(error) = self.claim_once(way).await {
+        while let Err(error) = self.claim_once(connector).await {
             said.once("claim failed", error.to_string());
             self.status.error(&error.to_string());
             sleep(match error {
@@ -300,9 +300,9 @@ impl LinkSupervisor {
         }
     }
 
-    async fn claim_once(&self, way: &mut Way) -> Result<(), ClaimError> {
+    async fn claim_once(&self, connector: &mut Connector) -> Result<(), ClaimError> {
         let stage = self.status.begin("dial");
-        let mut stream = self.secure(way, false).await?;
+        let mut stream = self.secure(connector, false).await?;
         self.status.done(stage);
 
         let stage = self.status.begin("claim");
@@ -332,13 +332,17 @@ impl LinkSupervisor {
     }
 
     /// Returns a connection to the node, after a check of its certificate, with or without the guest's own.
-    async fn secure(&self, way: &mut Way, with_certificate: bool) -> anyhow::Result<TlsStream<TcpStream>> {
-        match way {
-            Way::Dial(dialler) => {
+    async fn secure(
+        &self,
+        connector: &mut Connector,
+        with_certificate: bool,
+    ) -> anyhow::Result<TlsStream<TcpStream>> {
+        match connector {
+            Connector::Dial(dialler) => {
                 let config = self.identity.lock().tls(&self.user_data.node.ca_sha256, with_certificate)?;
                 dialler.secure(config, || self.status.called.set()).await
             }
-            Way::Wait(waiter) => Ok(waiter.next(with_certificate).await),
+            Connector::Wait(waiter) => Ok(waiter.next(with_certificate).await),
         }
     }
 }

@@ -21,7 +21,7 @@ use crate::registries::Registries;
 use crate::sandbox;
 use crate::secrets::SecretsConfig;
 use crate::spec::GUEST_MEMORY;
-use crate::tunnel::external::Way;
+use crate::tunnel::external::Egress;
 use crate::tunnel::{TunnelConfig, TunnelKind, netns_in};
 
 /// Sections of the shared file that other binaries read; the node reads one key of `relay`.
@@ -102,7 +102,8 @@ impl NodeConfig {
             wireguard.netns = netns_in(&run_dir);
             wireguard.relay = run_dir.join(fd_handoff::SOCKET);
         }
-        let second_nic = tunnel.external.as_ref().is_some_and(|external| external.way == Way::SecondNic);
+        let second_nic =
+            tunnel.external.as_ref().is_some_and(|external| external.egress == Egress::SecondNic);
         let node = cluster.as_ref().map(|cluster| cluster.node_name.clone());
         let config = NodeConfig {
             sandbox: sandbox::Settings {
@@ -367,7 +368,7 @@ mod tests {
     #[test]
     fn the_options_that_pods_may_set_are_known_ones() {
         assert_eq!(
-            load(&["--node.vm-annotations=zones,public-ip"]).unwrap().sandbox.may_wish,
+            load(&["--node.vm-annotations=zones,public-ip"]).unwrap().sandbox.allowed_options,
             ["zones", "public-ip"]
         );
         let told = load(&["--node.vm-annotations=zone"]).unwrap_err().to_string();

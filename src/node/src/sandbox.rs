@@ -56,8 +56,8 @@ pub struct Settings {
     /// Memory in MiB that a guest needs in addition to its pod.
     pub guest_memory_mib: u64,
     pub second_nic: bool,
-    /// VM options that a pod may set itself, by their names in [`crate::spec::Wishes::ALL`].
-    pub may_wish: Vec<String>,
+    /// VM options that a pod may set itself, by their names in [`crate::spec::VmOptions::ALL`].
+    pub allowed_options: Vec<String>,
     /// Port on which VMs wait for the relay to dial; `None` if the guests dial.
     pub dial: Option<u16>,
     /// Maximum number of VMs in one create call; below 2, each VM has its own call.

@@ -11,7 +11,7 @@ pub(crate) use peerpod_common::id::SandboxId;
 use peerpod_link::initdata::Initdata;
 pub(crate) use peerpod_provider_api::Size;
 use serde::{Deserialize, Serialize};
-pub(crate) use vm_options::Wishes;
+pub(crate) use vm_options::VmOptions;
 
 /// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
 pub(crate) const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
@@ -68,7 +68,7 @@ pub(crate) struct Wanted {
     pub image: Option<String>,
     /// Initdata, as the shim sent it.
     pub initdata: Option<String>,
-    pub wishes: Wishes,
+    pub vm_options: VmOptions,
 }
 
 /// Reason that the annotations do not describe a VM.
@@ -119,7 +119,7 @@ pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Err
         instance_type: text(MACHINE_TYPE),
         image: text(IMAGE),
         initdata: initdata.cloned(),
-        wishes: Wishes::read(annotations)?,
+        vm_options: VmOptions::read(annotations)?,
     };
     if let Some(text) = initdata {
         if text.len() > MAX_INITDATA {

@@ -21,25 +21,25 @@ const ENCRYPTED_ROOM: u64 = 1370;
 const WIREGUARD_PORT: u16 = 51820;
 
 /// Tunnel between the pods and their VMs.
-struct Way {
+struct Scenario {
     settings: Settings,
     /// MTU that the tunnel leaves.
     room: u64,
     is_encrypted: bool,
 }
 
-fn plain() -> Way {
-    Way { settings: Settings::none(), room: ROOM, is_encrypted: false }
+fn plain() -> Scenario {
+    Scenario { settings: Settings::none(), room: ROOM, is_encrypted: false }
 }
 
 /// Plain tunnel in a cloud with this MTU.
-fn over(mtu: u64) -> Way {
-    Way { settings: Settings::none().set("provider.local.mtu", mtu), room: mtu - 50, ..plain() }
+fn over(mtu: u64) -> Scenario {
+    Scenario { settings: Settings::none().set("provider.local.mtu", mtu), room: mtu - 50, ..plain() }
 }
 
-fn encrypted() -> Way {
+fn encrypted() -> Scenario {
     let settings = Settings::none().set("tunnel.kind", "wireguard");
-    Way { settings, room: ENCRYPTED_ROOM, is_encrypted: true }
+    Scenario { settings, room: ENCRYPTED_ROOM, is_encrypted: true }
 }
 
 async fn replay(shape: &str) {
@@ -47,8 +47,8 @@ async fn replay(shape: &str) {
 }
 
 /// Replays a shape. `more` changes the pod's network after the CNI.
-async fn replay_with(shape: &str, way: Way, more: impl FnOnce(&Attached)) {
-    let Way { settings, room, is_encrypted } = way;
+async fn replay_with(shape: &str, scenario: Scenario, more: impl FnOnce(&Attached)) {
+    let Scenario { settings, room, is_encrypted } = scenario;
     let world = World::bare().unwrap();
     let cluster = Cluster::new(&world, cni::shape(shape).unwrap()).unwrap();
     let shape = cluster.shape;
@@ -106,8 +106,8 @@ async fn replay_with(shape: &str, way: Way, more: impl FnOnce(&Attached)) {
 }
 
 /// Puts the pod, its neighbour and the far pod into VMs: each packet between them passes through two tunnels.
-async fn between_vms(shape: &str, way: Way) {
-    let Way { settings, room, .. } = way;
+async fn between_vms(shape: &str, scenario: Scenario) {
+    let Scenario { settings, room, .. } = scenario;
     let (world, away) = (World::bare().unwrap(), World::bare().unwrap());
     let cluster = Cluster::between(&world, &away, cni::shape(shape).unwrap()).unwrap();
     let shape = cluster.shape;
@@ -189,7 +189,7 @@ replays! {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_is_the_same_in_a_vm_that_is_reached_over_ipv6_alone() {
     let settings = Settings::none().set("provider.local.ipv4", false);
-    replay_with("calico-vxlan", Way { settings, room: ROOM - MORE_OF_V6, ..plain() }, |_| {}).await;
+    replay_with("calico-vxlan", Scenario { settings, room: ROOM - MORE_OF_V6, ..plain() }, |_| {}).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -205,7 +205,7 @@ async fn a_cloud_with_smaller_packets_than_ethernets_gets_smaller_ones() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_program_redirects_as_well_as_a_filter_beside_others() {
     let settings = Settings::none().set("tunnel.redirect", "bpf");
-    replay_with("cilium", Way { settings, ..plain() }, |_| {}).await;
+    replay_with("cilium", Scenario { settings, ..plain() }, |_| {}).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

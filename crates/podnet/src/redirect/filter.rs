@@ -54,7 +54,7 @@ impl Classifiers {
 
 /// One redirect: its devices, and whether it leads into the tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Way {
+pub(super) struct Direction {
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) into: bool,
@@ -87,7 +87,7 @@ impl Classifier {
 pub(super) fn make(
     by: Classifier,
     tag: Tag,
-    Way { from, to, into }: Way,
+    Direction { from, to, into }: Direction,
     preference: u32,
     handle: u32,
 ) -> io::Result<(RouteNetlinkMessage, Option<Arc<OwnedFd>>)> {
@@ -301,8 +301,8 @@ mod tests {
     fn a_filter_is_parsed_as_it_is_made() {
         let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
         for by in [Classifier::U32, Classifier::Matchall] {
-            let way = Way { from: 2, to: 1 << 20, into: true };
-            let (message, _) = make(by, tag, way, 1, by.first_handle()).unwrap();
+            let direction = Direction { from: 2, to: 1 << 20, into: true };
+            let (message, _) = make(by, tag, direction, 1, by.first_handle()).unwrap();
             let mut bytes = vec![0; message.buffer_len()];
             message.emit(&mut bytes);
             let read = Filter::read(NEW_FILTER, &bytes).unwrap();

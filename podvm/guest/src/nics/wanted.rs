@@ -28,7 +28,7 @@ const MOST_SERVERS: usize = 3;
 const MOST_ENTRIES: usize = 4096;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct WantedRoute {
     pub(crate) destination: (IpAddr, u8),
     pub(crate) gateway: Option<IpAddr>,
 }
@@ -40,7 +40,7 @@ pub(crate) struct Wanted {
     pub(crate) broadcast: Option<Ipv4Addr>,
     /// Valid and preferred lifetime in seconds; the latter counts for new connections. `None` means for ever.
     pub(crate) lifetime: Option<(u32, u32)>,
-    pub(crate) ways: Vec<Way>,
+    pub(crate) routes: Vec<WantedRoute>,
     pub(crate) mtu: Option<u32>,
     pub(crate) dns: Vec<IpAddr>,
     pub(crate) search: Vec<String>,
@@ -50,13 +50,13 @@ impl Wanted {
     /// Converts a lease. Its host name is ignored: the pod's name is not up to the cloud.
     pub(crate) fn of_v4(lease: &DhcpV4Lease) -> Wanted {
         let any = (IpAddr::from(Ipv4Addr::UNSPECIFIED), 0);
-        let default = |gateway: &Ipv4Addr| Way { destination: any, gateway: Some((*gateway).into()) };
+        let default = |gateway: &Ipv4Addr| WantedRoute { destination: any, gateway: Some((*gateway).into()) };
         let routes = lease.classless_routes.iter().flatten().take(MOST_ROUTES);
-        let routes = routes.map(|route| Way {
+        let routes = routes.map(|route| WantedRoute {
             destination: masked(route.destination.into(), route.prefix_length),
             gateway: Some(route.router).filter(|router| !router.is_unspecified()).map(IpAddr::from),
         });
-        let ways = match &lease.classless_routes {
+        let wanted_routes = match &lease.classless_routes {
             // RFC 3442: with these, the router option does not count.
             Some(_) => routes.collect(),
             None => lease.gateways.iter().flatten().take(1).map(default).collect(),
@@ -68,7 +68,7 @@ impl Wanted {
             prefix: lease.subnet_mask.to_bits().leading_ones() as u8,
             broadcast: lease.broadcast_addr,
             lifetime: Some((time, time)),
-            ways,
+            routes: wanted_routes,
             mtu: lease.mtu.map(u32::from).filter(|mtu| *mtu >= LEAST_MTU),
             dns: lease.dns_srvs.iter().flatten().take(MOST_SERVERS).map(|server| (*server).into()).collect(),
             search: search.unwrap_or_default(),
@@ -83,7 +83,7 @@ impl Wanted {
             prefix: 128,
             broadcast: None,
             lifetime: Some((valid, preferred.min(valid))),
-            ways: Vec::new(),
+            routes: Vec::new(),
             mtu: None,
             dns: lease.dns_srvs.iter().take(MOST_SERVERS).map(|server| (*server).into()).collect(),
             search: lease.domain_list.clone(),
@@ -94,13 +94,14 @@ impl Wanted {
     pub(crate) fn of_line(fixed: Static) -> Wanted {
         let any =
             if fixed.address.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
-        let way = fixed.gateway.map(|gateway| Way { destination: (any, 0), gateway: Some(gateway) });
+        let route =
+            fixed.gateway.map(|gateway| WantedRoute { destination: (any, 0), gateway: Some(gateway) });
         Wanted {
             address: fixed.address,
             prefix: fixed.prefix,
             broadcast: None,
             lifetime: None,
-            ways: way.into_iter().collect(),
+            routes: route.into_iter().collect(),
             mtu: None,
             dns: fixed.dns,
             search: Vec::new(),
@@ -137,11 +138,12 @@ impl Wanted {
             give(client)?;
         }
         // Routes without a gateway first: they may lead to a gateway.
-        let (direct, by_gateway): (Vec<_>, Vec<_>) = self.ways.iter().partition(|way| way.gateway.is_none());
-        for way in direct.into_iter().chain(by_gateway) {
-            let (to, bits) = way.destination;
+        let (direct, by_gateway): (Vec<_>, Vec<_>) =
+            self.routes.iter().partition(|route| route.gateway.is_none());
+        for wanted in direct.into_iter().chain(by_gateway) {
+            let (to, bits) = wanted.destination;
             let attempt = format!("make the route to {to}/{bits}");
-            let route = self.route(way, index, rank).map_err(|why| format!("{attempt}: {why}"))?;
+            let route = self.route(wanted, index, rank).map_err(|why| format!("{attempt}: {why}"))?;
             client.tell(replace, RouteNetlinkMessage::NewRoute(route)).map_err(failed(attempt))?;
         }
         Ok(())
@@ -164,8 +166,8 @@ impl Wanted {
         message
     }
 
-    fn route(&self, way: &Way, index: u32, rank: u32) -> Result<RouteMessage, String> {
-        let (to, bits) = way.destination;
+    fn route(&self, wanted: &WantedRoute, index: u32, rank: u32) -> Result<RouteMessage, String> {
+        let (to, bits) = wanted.destination;
         let route = RouteMessageBuilder::<IpAddr>::new()
             .protocol(RouteProtocol::Dhcp)
             .output_interface(index)
@@ -173,10 +175,10 @@ impl Wanted {
             .destination_prefix(to, bits)
             .and_then(|route| route.pref_source(self.address))
             .map_err(|e| e.to_string())?;
-        let Some(gateway) = way.gateway else { return Ok(route.scope(RouteScope::Link).build()) };
+        let Some(gateway) = wanted.gateway else { return Ok(route.scope(RouteScope::Link).build()) };
         // Clouds assign addresses without a network, and no route leads to their gateway.
         let is_near = masked(gateway, self.prefix) == masked(self.address, self.prefix);
-        let is_routed = self.ways.iter().any(|other| {
+        let is_routed = self.routes.iter().any(|other| {
             let (network, bits) = other.destination;
             other.gateway.is_none() && masked(gateway, bits).0 == network
         });
@@ -186,7 +188,7 @@ impl Wanted {
 
     /// Returns the messages that remove unwanted addresses and routes of earlier leases.
     fn left_over(&self, client: &mut Client, index: u32) -> Result<Vec<RouteNetlinkMessage>, String> {
-        let wants = |to: IpAddr, bits: u8| self.ways.iter().any(|way| way.destination == (to, bits));
+        let wants = |to: IpAddr, bits: u8| self.routes.iter().any(|route| route.destination == (to, bits));
         let mut all = Vec::new();
         if self.address.is_ipv4() {
             let mut ask = RouteMessage::default();
@@ -320,7 +322,7 @@ mod tests {
         let wanted = Wanted::of_v4(&lease());
         assert_eq!((wanted.prefix, wanted.mtu, wanted.dns.len()), (24, None, MOST_SERVERS));
         assert_eq!(wanted.lifetime, Some((LONGEST, LONGEST)), "an entry without a lifetime looks foreign");
-        assert_eq!(wanted.ways.len(), 1);
+        assert_eq!(wanted.routes.len(), 1);
         assert!(!format!("{wanted:?}").contains("intruder"));
     }
 
@@ -358,8 +360,8 @@ mod tests {
             assert!(addresses.contains(&format!("inet {own}/24")), "{addresses}");
             assert_eq!(addresses.matches("inet ").count(), 1, "{addresses}");
             let routes = ip(&netns, "route");
-            let way = format!("default via 10.7.0.1 dev c0 proto dhcp src {own} metric 1000");
-            assert!(routes.contains(&way) && routes.contains("10.7.0.0/24 dev c0"), "{routes}");
+            let default = format!("default via 10.7.0.1 dev c0 proto dhcp src {own} metric 1000");
+            assert!(routes.contains(&default) && routes.contains("10.7.0.0/24 dev c0"), "{routes}");
         }
     }
 
@@ -383,17 +385,17 @@ mod tests {
         );
 
         // Settings of a cloud: no network, a gateway beside it, another route, and one without a gateway.
-        let way = |to: &str, bits, gateway: Option<&str>| Way {
+        let route = |to: &str, bits, gateway: Option<&str>| WantedRoute {
             destination: (to.parse().unwrap(), bits),
             gateway: gateway.map(|gateway| gateway.parse().unwrap()),
         };
         let cloud = Wanted {
             address: "10.8.0.9".parse().unwrap(),
             prefix: 32,
-            ways: vec![
-                way("0.0.0.0", 0, Some("10.8.0.1")),
-                way("10.8.0.1", 32, None),
-                way("192.168.0.0", 16, Some("10.8.7.7")),
+            routes: vec![
+                route("0.0.0.0", 0, Some("10.8.0.1")),
+                route("10.8.0.1", 32, None),
+                route("192.168.0.0", 16, Some("10.8.7.7")),
             ],
             ..wanted
         };

@@ -8,7 +8,7 @@ use peerpod_base::config::Reader;
 use peerpod_podnet::redirect::Classifier;
 use peerpod_podnet::vxlan::Vnis;
 
-use crate::tunnel::external::{self, External, Way};
+use crate::tunnel::external::{self, Egress, External};
 use crate::tunnel::{NETNS_DIR, TunnelConfig, TunnelKind, WireguardConfig};
 
 /// Classifier that redirects a pod's traffic: the first of u32, matchall and bpf that the kernel has.
@@ -97,7 +97,7 @@ pub(super) fn read(reader: &mut Reader) -> TunnelConfig {
 
 /// Reads the settings of the pods' egress from the cluster.
 fn external(reader: &mut Reader) -> Option<External> {
-    let way = reader.choice(
+    let egress = reader.choice(
         "tunnel.external",
         "tunnel",
         &["tunnel", "vm", "second-nic"],
@@ -119,9 +119,9 @@ fn external(reader: &mut Reader) -> Option<External> {
              link-local, like the cloud's metadata service, or the VM's own",
         )
         .unwrap_or_default();
-    let way = match way.as_str() {
-        "vm" => Some(Way::Vm),
-        "second-nic" => Some(Way::SecondNic),
+    let egress = match egress.as_str() {
+        "vm" => Some(Egress::Vm),
+        "second-nic" => Some(Egress::SecondNic),
         _ => None,
     };
     for (key, texts) in [("tunnel.cluster-cidrs", &cluster_cidrs), ("tunnel.external-allow", &allow)] {
@@ -131,17 +131,17 @@ fn external(reader: &mut Reader) -> Option<External> {
         if texts.len() > MOST_PREFIXES {
             reader.mistake(key, format!("more than {MOST_PREFIXES}; summarise them"));
         }
-        if way.is_none() && !texts.is_empty() {
+        if egress.is_none() && !texts.is_empty() {
             reader.mistake(key, "has no effect without tunnel.external: vm or second-nic");
         }
     }
-    if way.is_some() && cluster_cidrs.is_empty() {
+    if egress.is_some() && cluster_cidrs.is_empty() {
         reader.mistake(
             "tunnel.cluster-cidrs",
             "pods could not reach the cluster; name the networks of its pods, services and nodes",
         );
     }
-    way.map(|way| External { way, cluster_cidrs, allow })
+    egress.map(|egress| External { egress, cluster_cidrs, allow })
 }
 
 fn range<T: FromStr + PartialOrd>(text: &str) -> Option<(T, T)> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use peerpod_base::config::Reader;
 
 use crate::sandbox::Settings;
-use crate::spec::{GUEST_MEMORY, Wishes};
+use crate::spec::{GUEST_MEMORY, VmOptions};
 
 /// Time after which the log and an Event name the step that a start waits for: longer than a usual boot.
 const SLOW_AFTER: Duration = Duration::from_secs(60);
@@ -74,13 +74,13 @@ pub(super) fn sandbox_settings(reader: &mut Reader, cluster_name: Option<String>
         max_sandboxes: usize::try_from(max_sandboxes).unwrap_or(usize::MAX),
         guest_memory_mib: GUEST_MEMORY,
         second_nic: false,
-        may_wish: may_wish(reader),
+        allowed_options: allowed_options(reader),
         dial: dials.then_some(guest_port),
         max_batch: 0,
     }
 }
 
-fn may_wish(reader: &mut Reader) -> Vec<String> {
+fn allowed_options(reader: &mut Reader) -> Vec<String> {
     for key in ["arch", "confidential", "market", "public-ip", "zones"] {
         reader.removed(
             &format!("node.vm-{key}"),
@@ -94,8 +94,8 @@ fn may_wish(reader: &mut Reader) -> Vec<String> {
         "options that a pod may set by annotations io.peerpod/<name>: arch, confidential, market, zones, \
          public-ip",
     );
-    if let Some(bad) = names.iter().find(|name| !Wishes::ALL.iter().any(|(known, _)| known == name)) {
-        let known: Vec<&str> = Wishes::ALL.iter().map(|(name, _)| *name).collect();
+    if let Some(bad) = names.iter().find(|name| !VmOptions::ALL.iter().any(|(known, _)| known == name)) {
+        let known: Vec<&str> = VmOptions::ALL.iter().map(|(name, _)| *name).collect();
         reader.mistake(key, format!("{bad} is not one of them; write some of {}", known.join(", ")));
     }
     names

@@ -24,7 +24,7 @@ const MOST_ZONES: usize = 32;
 
 /// The VM options; an option that was not set is `None` or empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Wishes {
+pub(crate) struct VmOptions {
     pub arch: Option<Arch>,
     pub confidential: Option<Confidential>,
     pub market: Option<Market>,
@@ -32,7 +32,7 @@ pub(crate) struct Wishes {
     pub public_ip: Option<bool>,
 }
 
-impl Wishes {
+impl VmOptions {
     /// The name of each option in `node.vm-annotations`, and its annotation.
     pub(crate) const ALL: [(&str, &str); 5] = [
         ("arch", ARCH),
@@ -42,7 +42,7 @@ impl Wishes {
         ("public-ip", PUBLIC_IP),
     ];
 
-    pub(super) fn read(annotations: &HashMap<String, String>) -> Result<Wishes, Error> {
+    pub(super) fn read(annotations: &HashMap<String, String>) -> Result<VmOptions, Error> {
         fn one<T>(
             annotations: &HashMap<String, String>,
             key: &'static str,
@@ -51,7 +51,7 @@ impl Wishes {
             let value = Some(given(annotations, key)).filter(|value| !value.is_empty());
             value.map(|value| read(value).map_err(|why| Error::bad(key, value, why))).transpose()
         }
-        Ok(Wishes {
+        Ok(VmOptions {
             arch: one(annotations, ARCH, arch)?,
             confidential: one(annotations, CONFIDENTIAL, confidential)?,
             market: one(annotations, MARKET, market)?,
@@ -60,7 +60,7 @@ impl Wishes {
         })
     }
 
-    /// Checks that a pod may set these options; `allowed` has names of [`Wishes::ALL`].
+    /// Checks that a pod may set these options; `allowed` has names of [`VmOptions::ALL`].
     pub(crate) fn check(&self, allowed: &[String]) -> Result<(), String> {
         let said = [
             self.arch.is_some(),
@@ -70,7 +70,7 @@ impl Wishes {
             self.public_ip.is_some(),
         ];
         let is_refused = |name: &str, said| said && !allowed.iter().any(|one| one == name);
-        match Wishes::ALL.iter().zip(said).find(|((name, _), said)| is_refused(name, *said)) {
+        match VmOptions::ALL.iter().zip(said).find(|((name, _), said)| is_refused(name, *said)) {
             None => Ok(()),
             Some(((name, key), _)) => Err(format!(
                 "annotation {key}: this node does not let pods choose that; remove it from the pod, or add {name} to \
@@ -135,11 +135,11 @@ mod tests {
 
     use super::*;
 
-    fn read(given: &[(&str, &str)]) -> Result<Wishes, Error> {
-        Wishes::read(&given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
+    fn read(given: &[(&str, &str)]) -> Result<VmOptions, Error> {
+        VmOptions::read(&given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
     }
 
-    fn all() -> Wishes {
+    fn all() -> VmOptions {
         let given = [
             (ARCH, "arm64"),
             (CONFIDENTIAL, "sev-snp"),
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(request.market, Some(Market::OnDemand));
         assert_eq!(request.zones, ["north-1a", "north-1b"]);
         assert!(request.public_ip);
-        assert_eq!(read(&[(MARKET, ""), ("io.peerpod/other", "x")]).unwrap(), Wishes::default());
+        assert_eq!(read(&[(MARKET, ""), ("io.peerpod/other", "x")]).unwrap(), VmOptions::default());
     }
 
     #[test]
@@ -180,10 +180,10 @@ mod tests {
 
     #[test]
     fn a_pod_sets_only_options_that_the_node_allows() {
-        let names: Vec<String> = Wishes::ALL.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let names: Vec<String> = VmOptions::ALL.iter().map(|(name, _)| (*name).to_owned()).collect();
         all().check(&names).unwrap();
-        Wishes::default().check(&[]).unwrap();
-        for (name, key) in Wishes::ALL {
+        VmOptions::default().check(&[]).unwrap();
+        for (name, key) in VmOptions::ALL {
             let allowed: Vec<String> = names.iter().filter(|one| *one != name).cloned().collect();
             let why = all().check(&allowed).unwrap_err();
             assert!(

@@ -14,7 +14,7 @@ const MOST_ADDRESSES: usize = 32;
 
 /// Egress of the pods' default routes where they do not take the tunnel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Way {
+pub enum Egress {
     /// The VM's own network, by the VM's default routes.
     #[default]
     Vm,
@@ -22,12 +22,12 @@ pub enum Way {
     SecondNic,
 }
 
-impl Way {
+impl Egress {
     /// Returns the name in the plan; a guest refuses a plan with an unknown name.
     fn name(self) -> &'static str {
         match self {
-            Way::Vm => "vm",
-            Way::SecondNic => "second-nic",
+            Egress::Vm => "vm",
+            Egress::SecondNic => "second-nic",
         }
     }
 }
@@ -35,7 +35,7 @@ impl Way {
 /// Egress of the pods' default routes by their VMs' own network, past the node and its NetworkPolicy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct External {
-    pub way: Way,
+    pub egress: Egress,
     /// Prefixes that stay in the tunnel besides the pod's own routes: pods, services, nodes.
     pub cluster_cidrs: Vec<String>,
     /// Prefixes that pods may reach although they are link-local (metadata) or the VM's own network.
@@ -48,7 +48,7 @@ impl External {
         let others = own.iter().filter(|address| **address != node);
         let node_addresses = [&node].into_iter().chain(others).take(MOST_ADDRESSES);
         guest::External {
-            way: self.way.name().to_owned(),
+            way: self.egress.name().to_owned(),
             cluster_cidrs: self.cluster_cidrs.clone(),
             allow: self.allow.clone(),
             node_addresses: node_addresses.map(ToString::to_string).collect(),
@@ -133,7 +133,7 @@ mod tests {
         let wire = external.write(ip("10.9.0.1"), &[ip("10.1.0.1"), ip("10.9.0.1"), ip("fd00::1")]);
         assert_eq!(wire.node_addresses, ["10.9.0.1", "10.1.0.1", "fd00::1"]);
         assert_eq!((wire.way.as_str(), wire.cluster_cidrs), ("vm", vec!["10.0.0.0/8".to_owned()]));
-        let external = External { way: Way::SecondNic, ..external };
+        let external = External { egress: Egress::SecondNic, ..external };
         assert_eq!(external.write(ip("10.9.0.1"), &[]).way, "second-nic");
     }
 

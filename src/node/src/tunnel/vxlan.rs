@@ -54,8 +54,8 @@ impl Backend for Vxlan {
 
     fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error> {
         let shape = self.shape_of(reserved);
-        let way = self.host.with(|client| tunnel::way(client, shape, vm))?;
-        Ok(VmPath { remote: vm, local: way.source, node: way.source, mtu: way.room })
+        let path = self.host.with(|client| tunnel::path(client, shape, vm))?;
+        Ok(VmPath { remote: vm, local: path.source, node: path.source, mtu: path.mtu })
     }
 
     fn admit(&self, connected: &Connected) -> Result<(), Error> {

@@ -323,8 +323,8 @@ impl Backend for Wireguard {
     fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error> {
         let inner = Wireguard::inner_of(reserved, vm)?;
         let shape = Shape { v6: vm.is_ipv6(), ..self.shape(false) };
-        let (node, outer) = match self.outside.with(|client| tunnel::way(client, shape, vm)) {
-            Ok(way) => (way.source, way.room + shape.overhead()),
+        let (node, outer) = match self.outside.with(|client| tunnel::path(client, shape, vm)) {
+            Ok(path) => (path.source, path.mtu + shape.overhead()),
             // Behind a NAT: the guest finds the node.
             Err(Error::Path { .. }) => {
                 let known = self.state.lock().endpoints.first().copied();

@@ -300,19 +300,19 @@ impl World {
     ) -> Result<NetworkPlan, Error> {
         let vm: IpAddr = if shape.v6 { "fd77::2" } else { "10.77.0.2" }.parse().unwrap();
         let mut host = self.open("node").netlink().unwrap();
-        let way = tunnel::way(&mut host, shape, vm)?;
-        let carry = plan::node(seen, way.room, vm)?.swap_remove(0);
+        let path = tunnel::path(&mut host, shape, vm)?;
+        let carry = plan::node(seen, path.mtu, vm)?.swap_remove(0);
         let pairs = [Pair { held, interface: carry.interface, mtu: carry.device_mtu }];
         let connection = Connection {
             mark: self.mark("sandbox"),
             remote: vm,
-            local: way.source,
+            local: path.source,
             by: Classifiers::both(Classifier::U32),
             pairs: &pairs,
         };
         tunnel::connect(pod, &connection)?;
         let underlay = Underlay {
-            node: way.source,
+            node: path.source,
             vm: Some(vm),
             port: shape.port,
             udp_checksum: shape.udp_checksum,

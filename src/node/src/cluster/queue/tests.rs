@@ -1,6 +1,6 @@
 use super::*;
 
-type Wishes = Queue<&'static str, u32, u32>;
+type Desired = Queue<&'static str, u32, u32>;
 
 fn now() -> Instant {
     Instant::now()
@@ -8,7 +8,7 @@ fn now() -> Instant {
 
 #[tokio::test(start_paused = true)]
 async fn only_the_last_update_counts_and_one_worker_has_each_key() {
-    let mut queue = Wishes::new();
+    let mut queue = Desired::new();
     queue.put("a", 1);
     queue.put("a", 2);
     queue.put("b", 1);
@@ -25,7 +25,7 @@ async fn only_the_last_update_counts_and_one_worker_has_each_key() {
 
 #[tokio::test(start_paused = true)]
 async fn failures_back_off_up_to_a_bound() {
-    let mut queue = Wishes::new();
+    let mut queue = Desired::new();
     queue.put("a", 1);
     let mut pauses = Vec::new();
     for count in 1..=12 {
@@ -43,7 +43,7 @@ async fn failures_back_off_up_to_a_bound() {
 
 #[tokio::test(start_paused = true)]
 async fn a_speculative_check_is_no_backlog_and_delays_no_update() {
-    let mut queue = Wishes::new();
+    let mut queue = Desired::new();
     queue.put("a", 1);
     assert!(queue.next(now()).is_some());
     queue.done(&"a", 0, Done::Look(Duration::from_secs(30)), now());

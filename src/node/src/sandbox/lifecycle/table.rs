@@ -87,7 +87,7 @@ impl Sandboxes {
             return accepted(view).await.map(|()| path);
         }
         let wanted = create.wanted.map_err(Error::Invalid)?;
-        wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
+        wanted.vm_options.check(&self.0.settings.allowed_options).map_err(Error::Invalid)?;
         self.0.ports.identity.settled().await;
         let netns = self.0.ports.network.netns(&create.netns).await;
         let netns = netns.map_err(|error| Error::Netns { id: create.id.clone(), why: error.text })?;
@@ -356,7 +356,7 @@ impl Sandboxes {
             labels: labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into(),
             ..CreateRequest::default()
         };
-        wanted.wishes.ask(&mut request);
+        wanted.vm_options.ask(&mut request);
         let trust = Some(ports.identity.trusted().borrow().id.clone());
         Ok(Record {
             version: VERSION,

@@ -12,7 +12,7 @@ use super::world::*;
 use crate::ledger::{Inbox, Ledger};
 use crate::metrics::Metrics;
 use crate::sandbox::{Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
-use crate::spec::{PodRef, Size, Wanted, Wishes};
+use crate::spec::{PodRef, Size, VmOptions, Wanted};
 
 pub(super) fn settings() -> Settings {
     Settings {
@@ -34,7 +34,7 @@ pub(super) fn settings() -> Settings {
         max_sandboxes: 1000,
         guest_memory_mib: 100,
         second_nic: false,
-        may_wish: Vec::new(),
+        allowed_options: Vec::new(),
         dial: None,
         max_batch: 0,
     }
@@ -145,7 +145,7 @@ pub(super) fn create_vm(name: &str) -> CreateVm {
         instance_type: None,
         image: None,
         initdata: None,
-        wishes: Wishes::default(),
+        vm_options: VmOptions::default(),
     };
     CreateVm { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
 }
