@@ -106,9 +106,8 @@ pub(crate) struct Watcher {
     mtus: Option<Vec<u32>>,
     tried: Option<Tried>,
     silence: Silence,
-    /// Number of corrections to the pod's network since `counted_from`.
-    restorations: u32,
-    counted_from: Instant,
+    /// Number of corrections to the pod's network, and the start of their count.
+    restorations: (u32, Instant),
     /// The last correction failed. It is repeated, whether or not anything changes again.
     pending: bool,
     /// Time of the next look without a change.
@@ -143,8 +142,7 @@ impl Watcher {
             mtus: None,
             tried: None,
             silence: Silence::default(),
-            restorations: 0,
-            counted_from: now,
+            restorations: (0, now),
             pending: false,
         };
         while let Some(causes) = watcher.cause().await {
@@ -201,8 +199,8 @@ impl Watcher {
 
     fn timer(&mut self) {
         self.next = Instant::now() + self.network().probe_interval();
-        if self.counted_from.elapsed() >= RESTORATIONS_IN {
-            (self.restorations, self.counted_from) = (0, Instant::now());
+        if self.restorations.1.elapsed() >= RESTORATIONS_IN {
+            self.restorations = (0, Instant::now());
         }
         if self.underlay_events.is_none() {
             self.underlay_events = listen();
@@ -249,8 +247,8 @@ impl Watcher {
     async fn look_at_pod(&mut self) -> (bool, bool) {
         let network = self.network();
         let lacks = network.drift().await;
-        let again = !lacks.is_empty() && !network.is_pods_own() && self.restorations < RESTORATIONS;
-        self.restorations += u32::from(again);
+        let again = !lacks.is_empty() && !network.is_pods_own() && self.restorations.0 < RESTORATIONS;
+        self.restorations.0 += u32::from(again);
         self.note_pod(&lacks, again);
         (again, !lacks.is_empty())
     }

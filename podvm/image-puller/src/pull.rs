@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::stream::{self, StreamExt};
+use futures_util::stream::{self, LocalBoxStream, StreamExt, TryStreamExt};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::cause::{Cause, Error, disk};
@@ -111,7 +111,7 @@ async fn layers(
         image.layers.iter().enumerate().filter(|(at, _)| !store.has(&ids[*at])).collect();
     let (unpacker, done) = Unpacker::start(job, store.clone(), ids.clone())?;
     let ids = &ids;
-    let mut files = stream::iter(missing)
+    let fetched = stream::iter(missing)
         .then(|(at, layer)| async move {
             let (store, id) = (store.clone(), ids[at].clone());
             let locked = tokio::task::spawn_blocking(move || store.lock(&id)).await;
@@ -131,31 +131,28 @@ async fn layers(
         })
         .buffered(AT_ONCE)
         .boxed_local();
-    let (mut count, mut bytes) = (0, 0);
-    let mut failed = None;
-    while let Some(fetched) = files.next().await {
-        match fetched {
-            Ok(None) => {}
-            Ok(Some(work)) => {
-                (count, bytes) = (count + 1, bytes + work.layer.size);
-                // If the unpacker has ended, its own result has the reason.
-                if unpacker.send(work).await.is_err() {
-                    break;
-                }
-            }
-            Err(error) => {
-                failed = Some(error);
-                break;
-            }
-        }
-    }
-    drop((files, unpacker));
+    let sent = send_all(fetched, unpacker).await;
     let unpacked = done.await.map_err(|_| Error::new(Cause::Internal, "unpacking ended without a result"))?;
-    if let Some(error) = failed {
-        return Err(error);
-    }
+    let sent = sent?;
     for text in unpacked? {
         say(Event::Warning { text });
+    }
+    Ok(sent)
+}
+
+/// Sends the fetched layers to the unpacker. Returns their number and their bytes. If the unpacker has ended, its own
+/// result has the reason.
+async fn send_all(
+    mut fetched: LocalBoxStream<'_, Result<Option<Work>, Error>>,
+    unpacker: mpsc::Sender<Work>,
+) -> Result<(usize, u64), Error> {
+    let (mut count, mut bytes) = (0, 0);
+    while let Some(work) = fetched.try_next().await? {
+        let Some(work) = work else { continue };
+        (count, bytes) = (count + 1, bytes + work.layer.size);
+        if unpacker.send(work).await.is_err() {
+            break;
+        }
     }
     Ok((count, bytes))
 }

@@ -61,10 +61,10 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.write(out, INITRD, &initramfs)?;
     // The archive is not compressed: its unpacked content stays in memory and is as large.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
-    report.kernel = Some(KERNEL.to_owned());
-    report.initrd = Some(INITRD.to_owned());
-    report.cmdline = cmdline::line(&["minimal"]);
-    report.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
+    report.boot.kernel = Some(KERNEL.to_owned());
+    report.boot.initrd = Some(INITRD.to_owned());
+    report.boot.cmdline = cmdline::line(&["minimal"]);
+    report.boot.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
     report.contents(&tree);
     report.finish(out)
 }

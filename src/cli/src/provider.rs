@@ -88,21 +88,16 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let outcome = runtime.block_on(check(settings, collector, words, promises));
     // The provider's tasks must end before its folder is removed.
     runtime.shutdown_timeout(Duration::from_secs(10));
-    match outcome {
-        Ok((code, clean)) => {
-            if clean {
-                std::fs::remove_dir_all(&folder).with_context(|| format!("remove {}", folder.display()))?;
-            } else {
-                say!("the provider's records of the remaining VMs stay in {}", folder.display());
-            }
-            Ok(code)
+    let removed = match outcome {
+        Ok((_, false)) => {
+            say!("the provider's records of the remaining VMs stay in {}", folder.display());
+            Ok(())
         }
-        Err(error) => {
-            // Nothing was made yet; a failed removal matters less than the error.
-            drop(std::fs::remove_dir_all(&folder));
-            Err(error)
-        }
-    }
+        _ => std::fs::remove_dir_all(&folder).with_context(|| format!("remove {}", folder.display())),
+    };
+    // After an error nothing was made yet; a failed removal matters less than the error.
+    let (code, _) = outcome?;
+    removed.map(|()| code)
 }
 
 /// Number of cuts in each check that cuts calls off.

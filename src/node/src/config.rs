@@ -10,7 +10,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
-use peerpod_base::fd_handoff;
 use peerpod_base::telemetry::LogConfig;
 use peerpod_podnet::mark::Owner;
 use peerpod_providers::{Context, Purpose};
@@ -22,7 +21,7 @@ use crate::sandbox;
 use crate::secrets::SecretsConfig;
 use crate::spec::GUEST_MEMORY;
 use crate::tunnel::external::Egress;
-use crate::tunnel::{TunnelConfig, TunnelKind, netns_in};
+use crate::tunnel::{TunnelConfig, TunnelKind};
 
 /// Sections of the shared file that other binaries read; the node reads one key of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
@@ -89,6 +88,17 @@ impl GuestAddress {
     }
 }
 
+fn batch(reader: &mut Reader) -> bool {
+    let choice = reader.choice(
+        "node.batch",
+        "auto",
+        &["auto", "off"],
+        "create VMs that are requested at the same moment by one call, with one ticket, where the provider can; auto: \
+         unless NAT may translate the VMs' addresses (tunnel.kind wireguard and auto)",
+    );
+    choice == "auto"
+}
+
 impl NodeConfig {
     /// Reads the node's keys.
     pub fn read(reader: &mut Reader) -> NodeConfig {
@@ -96,12 +106,7 @@ impl NodeConfig {
         let state_dir: PathBuf =
             reader.get("paths.state-dir", "/var/lib/peerpod", "folder of the state that survives a restart");
         let cluster = ClusterConfig::read(reader);
-        let mut tunnel = tunnel::read(reader);
-        if let Some(wireguard) = &mut tunnel.wireguard {
-            wireguard.key_dir = state_dir.join("trust");
-            wireguard.netns = netns_in(&run_dir);
-            wireguard.relay = run_dir.join(fd_handoff::SOCKET);
-        }
+        let tunnel = tunnel::read(reader, &run_dir, &state_dir);
         let second_nic =
             tunnel.external.as_ref().is_some_and(|external| external.egress == Egress::SecondNic);
         let node = cluster.as_ref().map(|cluster| cluster.node_name.clone());
@@ -134,14 +139,7 @@ impl NodeConfig {
                 "memory in MiB that a pod's VM has besides the pod's own, for the guest; when not set, the \
                  provider's figure for the image, or else 256",
             ),
-            batch: reader.choice(
-                "node.batch",
-                "auto",
-                &["auto", "off"],
-                "create VMs that are requested at the same moment by one call, with one ticket, where the \
-                 provider can; auto: unless NAT may translate the VMs' addresses (tunnel.kind wireguard and \
-                 auto)",
-            ) == "auto",
+            batch: batch(reader),
             tunnel,
             localhost: reader.get(
                 "tunnel.localhost",

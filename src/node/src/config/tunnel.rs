@@ -1,15 +1,16 @@
 //! Reads section `tunnel`.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
+use peerpod_base::fd_handoff;
 use peerpod_podnet::redirect::Classifier;
 use peerpod_podnet::vxlan::Vnis;
 
 use crate::tunnel::external::{self, Egress, External};
-use crate::tunnel::{NETNS_DIR, TunnelConfig, TunnelKind, WireguardConfig};
+use crate::tunnel::{NETNS_DIR, TunnelConfig, TunnelKind, WireguardConfig, netns_in};
 
 /// Classifier that redirects a pod's traffic: the first of u32, matchall and bpf that the kernel has.
 const REDIRECT: &str = "auto";
@@ -23,7 +24,7 @@ const SOURCE_PORTS: &str = "";
 const MOST_PREFIXES: usize = 64;
 
 /// Reads section `tunnel`.
-pub(super) fn read(reader: &mut Reader) -> TunnelConfig {
+pub(super) fn read(reader: &mut Reader, run_dir: &Path, state_dir: &Path) -> TunnelConfig {
     let defaults = TunnelConfig::default();
     let choice = reader.choice(
         "tunnel.kind",
@@ -37,36 +38,14 @@ pub(super) fn read(reader: &mut Reader) -> TunnelConfig {
         "51820",
         "UDP port of this node's encrypted tunnel; 0: the kernel chooses one, which is then kept",
     );
-    // `NodeConfig::read` fills in the folders when they are known.
     let wireguard = (choice != "vxlan").then(|| WireguardConfig {
         port: wireguard_port,
-        key_dir: PathBuf::new(),
-        netns: PathBuf::new(),
-        relay: PathBuf::new(),
+        key_dir: state_dir.join("trust"),
+        netns: netns_in(run_dir),
+        relay: run_dir.join(fd_handoff::SOCKET),
     });
     let by: String = reader.constant("tunnel.redirect", "REDIRECT", REDIRECT.to_owned());
-    let vnis: String = reader.get(
-        "tunnel.vnis",
-        "1-16777215",
-        "VNIs of the pods' tunnels, first-last, of which the node takes any; another VXLAN of the network needs VNIs of \
-         its own",
-    );
-    for key in ["tunnel.vni-min", "tunnel.vni-max"] {
-        reader.removed(key, "use tunnel.vnis, first-last");
-    }
-    let (min, max): (u32, u32) = range(&vnis).unwrap_or_default();
-    let written = Vnis::new(min, max);
-    // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
-    let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
-    let vnis = Vnis::new(min, max);
-    if written.is_none() {
-        reader.mistake("tunnel.vnis", "no range of VNIs; write 1-16777215 or a part of it");
-    } else if vnis.is_none() {
-        reader.mistake(
-            "tunnel.vnis",
-            "no VNI of the encrypted tunnel, which has 2 to 16777214; widen the range",
-        );
-    }
+    let vnis = vnis(reader, wireguard.is_some());
     let ports = reader.constant("tunnel.source-ports", "SOURCE_PORTS", SOURCE_PORTS.to_owned());
     let source_ports = range(&ports);
     let probe_interval: Duration = reader.constant("tunnel.probe-interval", "PROBE_INTERVAL", PROBE_INTERVAL);
@@ -87,12 +66,39 @@ pub(super) fn read(reader: &mut Reader) -> TunnelConfig {
             "accept a tunnel's packets from its VM's address only, and keep them out of conntrack (nftables)",
         ),
         redirect: Classifier::ALL.into_iter().find(|classifier| classifier.name() == by),
-        vnis: vnis.unwrap_or_default(),
+        vnis,
         source_ports,
         external: external(reader),
         probe_interval,
         ..defaults
     }
+}
+
+/// Reads the range of VNIs, without those that the encrypted tunnel cannot use.
+fn vnis(reader: &mut Reader, encrypted: bool) -> Vnis {
+    let text: String = reader.get(
+        "tunnel.vnis",
+        "1-16777215",
+        "VNIs of the pods' tunnels, first-last, of which the node takes any; another VXLAN of the network needs VNIs of \
+         its own",
+    );
+    for key in ["tunnel.vni-min", "tunnel.vni-max"] {
+        reader.removed(key, "use tunnel.vnis, first-last");
+    }
+    let (min, max): (u32, u32) = range(&text).unwrap_or_default();
+    let written = Vnis::new(min, max);
+    // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
+    let (min, max) = if encrypted { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
+    let vnis = Vnis::new(min, max);
+    if written.is_none() {
+        reader.mistake("tunnel.vnis", "no range of VNIs; write 1-16777215 or a part of it");
+    } else if vnis.is_none() {
+        reader.mistake(
+            "tunnel.vnis",
+            "no VNI of the encrypted tunnel, which has 2 to 16777214; widen the range",
+        );
+    }
+    vnis.unwrap_or_default()
 }
 
 /// Reads the settings of the pods' egress from the cluster.
