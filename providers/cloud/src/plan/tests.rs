@@ -35,7 +35,7 @@ fn on_demand(types: &[MachineType]) -> Policy {
 
 fn size(vcpus: u32, gib: u64) -> CreateRequest {
     let size = Size { vcpus, memory_mib: gib * 1024, ..Size::default() };
-    CreateRequest { size, ..CreateRequest::default() }
+    CreateRequest { name: "web-0".into(), size, ..CreateRequest::default() }
 }
 
 fn disks(count: u32, zone: Option<&str>) -> Vec<DiskRequest> {
