@@ -65,7 +65,6 @@ pub enum LinkEvent {
 }
 
 /// Callbacks of an endpoint to its owner. They run in the endpoint's task and must not block.
-#[allow(unused_variables)] // of the default bodies
 pub trait Handler: Send + 'static {
     /// Returns a filter for a new local connection (relay: accepted from a shim; guest: dialled to the agent).
     fn filter(&mut self) -> Box<dyn Filter>;
@@ -77,15 +76,16 @@ pub trait Handler: Send + 'static {
             io::Error::new(io::ErrorKind::ConnectionRefused, format!("nothing dials {target:?} here"));
         Box::pin(std::future::ready(Err(refused)))
     }
-    /// Receives a control message from the peer. They have no credit: a handler that keeps them must bound them.
+    /// Receives a control message from the peer. Control messages have no credit: a handler that keeps them must bound
+    /// their number.
     fn on_control(&mut self, message: Bytes);
     /// Guest: returns the next log record, encoded by [`Line::encode`]. Polled only when no other data waits for the
     /// link. The session keeps the returned record and sends it again if the connection breaks.
-    fn poll_line(&mut self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
+    fn poll_line(&mut self, _cx: &mut Context<'_>) -> Poll<Vec<u8>> {
         Poll::Pending
     }
     /// Relay: receives a record of the guest's log. A handler that keeps or writes records must bound their number.
-    fn on_line(&mut self, line: Line<'_>) {}
+    fn on_line(&mut self, _line: Line<'_>) {}
     /// Called when the link comes up, goes down or loses its session.
     fn on_link(&mut self, event: LinkEvent);
     /// Called when the number of local connections changes.
@@ -95,23 +95,23 @@ pub trait Handler: Send + 'static {
 /// Filter between a local socket and its stream. It must hold O(1) memory, except for frames that it rewrites (at
 /// most 4 MiB). It only appends to the given buffers, which may hold bytes already.
 // `from_` names the source of the bytes, not a conversion.
-#[allow(clippy::wrong_self_convention, unused_variables)] // variables of the default bodies
+#[allow(clippy::wrong_self_convention)]
 pub trait Filter: Send {
     /// Processes bytes from the local socket: appends bytes for the peer to `peer` and local answers to `local`.
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
     /// Processes bytes from the peer: appends bytes for the local socket to `local`, answers to `peer`.
     fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
-    /// Returns whether `input` from the local socket goes to the peer unchanged and without an answer, which saves a
-    /// copy. On true the filter has processed `input`; on false it has not, and `from_local` follows.
-    fn passes_from_local(&mut self, input: &[u8]) -> bool {
+    /// Returns whether input from the local socket goes to the peer unchanged and without an answer, which saves a
+    /// copy. On true the filter has processed it; on false it has not, and `from_local` follows.
+    fn passes_from_local(&mut self, _input: &[u8]) -> bool {
         false
     }
     /// As `passes_from_local`, for bytes from the peer to the local socket; on false `from_peer` follows.
-    fn passes_from_peer(&mut self, input: &[u8]) -> bool {
+    fn passes_from_peer(&mut self, _input: &[u8]) -> bool {
         false
     }
-    /// Appends output that no input caused, and returns whether it appended any. `cx` wakes the endpoint's task.
-    fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, local: &mut BytesMut) -> bool {
+    /// Appends output that no input caused, and returns whether it appended any. The context wakes the endpoint's task.
+    fn poll(&mut self, _cx: &mut Context<'_>, _peer: &mut BytesMut, _local: &mut BytesMut) -> bool {
         false
     }
     /// Number of bytes of own answers to the local socket that wait for the end of a frame. Many stop its reading.
@@ -124,13 +124,13 @@ pub trait Filter: Send {
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
     /// Appends final answers to pending calls: the endpoint ends (the sandbox is over) and the local socket is about
     /// to close. The endpoint writes as much of them as the socket takes at once.
-    fn finish(&mut self, local: &mut BytesMut) {}
+    fn finish(&mut self, _local: &mut BytesMut) {}
     /// Returns the state from which a filter of another process can continue; `None` if that is impossible.
     fn state(&self) -> Option<serde_json::Value> {
         None
     }
     /// Restores the state of another filter; returns false if the state is invalid here.
-    fn restore(&mut self, state: &serde_json::Value) -> bool {
+    fn restore(&mut self, _state: &serde_json::Value) -> bool {
         false
     }
 }
