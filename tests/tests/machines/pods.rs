@@ -231,6 +231,11 @@ async fn a_machine_ends_in_order_after_a_press_of_its_power_button() {
     let before = filesystem(&disk);
     assert!(before.contains("needs_recovery"), "it is mounted: {before}");
 
+    // The driver of the button is loaded after the pod's start, and the kernel discards an earlier press.
+    let watched = eventually("the guest watches the power button", PATIENCE, async || {
+        place.consoles().contains("watching the power button").then_some(())
+    });
+    watched.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
     let off = eventually("the machine is off", PATIENCE, async || {
         let running = place.libvirtd.virsh(&["list", "--name"]).ok()?;

@@ -70,7 +70,11 @@ impl Buttons {
             }
             let how = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&device);
             match how {
-                Ok(file) => self.0.push((device, file)),
+                // A press before this line is lost: the kernel discards events that no program listens for.
+                Ok(file) => {
+                    tracing::info!(device = %device.display(), "watching the power button");
+                    self.0.push((device, file));
+                }
                 // An `inputN` beside its `eventN` has no device of that name.
                 Err(error) => tracing::debug!(device = %device.display(), %error, "no button"),
             }
