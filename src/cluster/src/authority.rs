@@ -11,12 +11,9 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, anyhow};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SerialNumber,
-};
+use peerpod_pki::Authority;
 use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
@@ -29,10 +26,6 @@ mod tests;
 const VERSION: u32 = 1;
 /// Limit of stored CAs. Two are usual: the one that signs, and its predecessor or successor.
 const MOST: usize = 8;
-/// X.520's limit of a common name.
-const MAX_COMMON_NAME: usize = 64;
-/// Certificates are valid from an hour before they are made, because clocks differ.
-const SKEW: Duration = Duration::from_secs(3600);
 
 /// Returns the error of a stored state that cannot be used.
 fn unusable(why: impl fmt::Display) -> anyhow::Error {
@@ -161,7 +154,7 @@ impl State {
     }
 
     /// Returns the CA that signs at `now`. There is one after [`State::advance`].
-    pub(crate) fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Signer> {
+    pub(crate) fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Authority> {
         let signs = self.signs(policy, now).ok_or_else(|| unusable("no CA that is still valid"))?;
         self.cas[signs].signer()
     }
@@ -180,19 +173,11 @@ impl State {
 
 impl Ca {
     fn make(policy: &Policy, now: SystemTime) -> Result<Ca> {
-        let key = new_key().context("make the CA's key")?;
-        let mut tag = [0; 4];
-        getrandom::fill(&mut tag).context("random numbers")?;
-        // Names differ, so that two CAs of one bundle cannot be confused.
-        let name = format!("{} {:08x}", policy.name, u32::from_be_bytes(tag));
-        let mut params = params(&name, now, now + policy.validity)?;
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let certificate = params.self_signed(&*key).context("make the CA's certificate")?;
+        let made = Authority::make(&policy.name, now, policy.validity)?;
         Ok(Ca {
-            certificate: pem("CERTIFICATE", certificate.der()),
-            key: Zeroizing::new(pem("PRIVATE KEY", key.serialized_der())),
-            not_after: seconds(now + policy.validity),
+            certificate: pem("CERTIFICATE", &made.certificate),
+            key: Zeroizing::new(pem("PRIVATE KEY", made.key_der())),
+            not_after: seconds(made.not_after),
             published: None,
         })
     }
@@ -202,74 +187,12 @@ impl Ca {
             .map_err(|_| unusable("a certificate is no PEM"))
     }
 
-    fn signer(&self) -> Result<Signer> {
-        let certificate = self.certificate()?;
-        let der = PrivatePkcs8KeyDer::from_pem_slice(self.key.as_bytes())
+    fn signer(&self) -> Result<Authority> {
+        let key = PrivatePkcs8KeyDer::from_pem_slice(self.key.as_bytes())
             .map_err(|_| unusable("a key is no PEM"))?;
-        let key = KeyPair::from_pkcs8_der_and_sign_algo(&der, &PKCS_ECDSA_P256_SHA256);
-        let key = Zeroizing::new(key.map_err(|_| unusable("a key is no P-256 key"))?);
-        Issuer::from_ca_cert_der(&certificate, &*key)
-            .map_err(|_| unusable("a certificate belongs to no CA"))?;
-        if !certificate.windows(65).any(|window| window == key.der_bytes()) {
-            return Err(unusable("a key does not belong to its certificate"));
-        }
         let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(self.not_after);
-        Ok(Signer { certificate, not_after, key })
+        Authority::restore(self.certificate()?, &key, not_after).map_err(unusable)
     }
-}
-
-/// A CA that can sign.
-pub(crate) struct Signer {
-    pub(crate) certificate: CertificateDer<'static>,
-    not_after: SystemTime,
-    key: Zeroizing<KeyPair>,
-}
-
-/// A server's certificate and key.
-pub(crate) struct Leaf {
-    /// DER, leaf first.
-    pub(crate) chain: Vec<CertificateDer<'static>>,
-    /// Private key, which rustls wipes on drop.
-    pub(crate) key: PrivateKeyDer<'static>,
-    pub(crate) not_after: SystemTime,
-}
-
-impl Signer {
-    /// Makes a key and a certificate for a server of these names (DNS names or addresses).
-    pub(crate) fn server(&self, names: &[String], now: SystemTime, validity: Duration) -> Result<Leaf> {
-        let key = new_key().context("make a server's key")?;
-        let not_after = (now + validity).min(self.not_after);
-        let mut params = params(names.first().map_or("peerpod", String::as_str), now, not_after)?;
-        params.subject_alt_names = CertificateParams::new(names).context("name a server")?.subject_alt_names;
-        params.is_ca = IsCa::ExplicitNoCa;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        params.use_authority_key_identifier_extension = true;
-        let issuer = Issuer::from_ca_cert_der(&self.certificate, &*self.key).context("read the CA")?;
-        let signed = params.signed_by(&*key, &issuer).context("sign a server's certificate")?;
-        let secret = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        Ok(Leaf { chain: vec![signed.der().clone(), self.certificate.clone()], key: secret, not_after })
-    }
-}
-
-/// Makes a key, which is wiped on drop.
-fn new_key() -> Result<Zeroizing<KeyPair>> {
-    Ok(Zeroizing::new(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?))
-}
-
-/// Returns parameters with a common name as the only subject, the dates, and a random serial number.
-fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams> {
-    let mut serial = [0; 16];
-    getrandom::fill(&mut serial).context("random numbers")?;
-    serial[0] = serial[0] & 0x7f | 0x40; // positive, and never with leading zeros
-    let name: String = name.chars().take(MAX_COMMON_NAME).collect();
-    let mut params = CertificateParams::default();
-    params.distinguished_name = DistinguishedName::new();
-    params.distinguished_name.push(DnType::CommonName, name);
-    params.serial_number = Some(SerialNumber::from_slice(&serial));
-    params.not_before = (now - SKEW).into();
-    params.not_after = not_after.into();
-    Ok(params)
 }
 
 fn seconds(time: SystemTime) -> u64 {

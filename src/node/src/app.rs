@@ -352,10 +352,10 @@ fn known_pods(cluster: Option<&Cluster>) -> Option<Pods> {
 fn identity(trust: SharedTrust) -> RelayIdentity {
     Arc::new(move || {
         let trust = trust.read();
-        let (chain, key) = trust.relay_identity().map_err(|error| error.to_string())?;
+        let relay = trust.relay_identity().map_err(|error| error.to_string())?;
         Ok(ConfigureRequest {
-            certificates: chain.iter().map(|der| der.to_vec()).collect(),
-            private_key: key.secret_der().to_vec(),
+            certificates: relay.chain.iter().map(|der| der.to_vec()).collect(),
+            private_key: relay.key.secret_der().to_vec(),
             trusted_cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect(),
             ..ConfigureRequest::default()
         })

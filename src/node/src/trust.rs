@@ -12,7 +12,6 @@
 //!    step must wait until every ticket that pins the previous CA alone has expired and every guest has a new
 //!    certificate.
 
-mod authority;
 mod store;
 mod ticket;
 
@@ -20,10 +19,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use peerpod_link::tls;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use peerpod_pki::{Authority, Identity, RequestedKey};
+use rustls_pki_types::CertificateDer;
+use sha2::{Digest, Sha256};
 
-use authority::Authority;
 pub(crate) use ticket::Ticket;
+
+/// Name of the node's CAs.
+const CA: &str = "peerpod node CA";
 
 /// Reason that a certificate, a ticket or the CA is not available.
 #[derive(Debug, thiserror::Error)]
@@ -44,12 +47,8 @@ pub(crate) enum Error {
         path.display()
     )]
     Newer { path: PathBuf, version: u64 },
-    #[error("certificate request: {0}; the guest must send a PKCS#10 request for a P-256 key, signed by it")]
-    Request(&'static str),
-    #[error("{what}: {why}")]
-    Certificate { what: &'static str, why: rcgen::Error },
-    #[error("draw random bytes: {0}")]
-    Random(getrandom::Error),
+    #[error(transparent)]
+    Pki(#[from] peerpod_pki::Error),
 }
 
 /// Validity of certificates.
@@ -86,9 +85,6 @@ pub(crate) struct Signed {
     pub(crate) certificate_sha256: [u8; 32],
 }
 
-/// A certificate chain, the leaf first, and the leaf's key.
-pub(crate) type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
-
 /// The node's CA, with the next or the previous one during a rotation. Debug shows no key.
 #[derive(Debug)]
 pub(crate) struct Trust {
@@ -118,7 +114,7 @@ impl Trust {
                     // No valid certificate of it can exist: it expired, or was made while the clock was wrong.
                     tracing::warn!(file = %file.display(), "the node's CA has expired and is replaced");
                 }
-                let current = Authority::make(now, validity.ca)?;
+                let current = Authority::make(CA, now, validity.ca)?;
                 let made = Authorities { current, next: None, previous: None, since: now };
                 store::write(&file, &made)?;
                 made
@@ -141,18 +137,23 @@ impl Trust {
     pub(crate) fn relay_identity(&self) -> Result<Identity, Error> {
         let authorities = &self.authorities;
         let oldest = authorities.previous.as_ref().unwrap_or(&authorities.current);
-        oldest.relay_identity(SystemTime::now())
+        let names = [tls::SERVER_NAME.to_owned()];
+        Ok(oldest.server("peerpod relay", &names, SystemTime::now(), oldest.not_after)?)
     }
 
     /// Signs a guest's CSR, valid from `now`. The same key may be signed again. Fails if the CSR is malformed, is not
     /// signed by its own key, or the key is not P-256.
     pub(crate) fn sign_guest(&self, sandbox: &str, csr_der: &[u8], now: SystemTime) -> Result<Signed, Error> {
-        self.authorities.current.sign_guest(sandbox, csr_der, now, self.validity.guest)
+        let (key, ca) = (RequestedKey::read(csr_der)?, &self.authorities.current);
+        let uri = format!("peerpod:sandbox:{sandbox}");
+        let leaf = ca.client(sandbox, &uri, &key, now, now + self.validity.guest)?;
+        let certificate_sha256 = tls::fingerprint(&leaf);
+        Ok(Signed { chain: vec![leaf.to_vec(), ca.certificate.to_vec()], certificate_sha256 })
     }
 
     /// Returns the SHA-256 of a CSR's SubjectPublicKeyInfo, after the checks of [`Trust::sign_guest`].
     pub(crate) fn csr_key_sha256(csr_der: &[u8]) -> Result<[u8; 32], Error> {
-        authority::request(csr_der).map(|(_, key)| key)
+        Ok(Sha256::digest(RequestedKey::read(csr_der)?.info()).into())
     }
 
     pub(crate) fn stage(&self) -> Stage {
@@ -178,7 +179,7 @@ impl Trust {
         let mut stepped = self.authorities.clone();
         stepped.since = now;
         match self.stage() {
-            Stage::Stable => stepped.next = Some(Authority::make(now, self.validity.ca)?),
+            Stage::Stable => stepped.next = Some(Authority::make(CA, now, self.validity.ca)?),
             Stage::Announced => {
                 if let Some(next) = stepped.next.take() {
                     stepped.previous = Some(std::mem::replace(&mut stepped.current, next));

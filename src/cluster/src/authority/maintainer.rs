@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::{info, warn};
 
-use super::{Policy, Signer, State};
+use super::{Policy, State};
 
 /// Key in the Secret's data.
 const STATE: &str = "authority.json";
@@ -54,7 +54,7 @@ pub(crate) struct CaMaintainer {
 /// The CA as it was last read.
 pub(crate) struct Current {
     state: State,
-    pub(super) signer: Signer,
+    pub(super) signer: peerpod_pki::Authority,
     /// All CAs to be trusted, in PEM.
     bundle: String,
 }

@@ -82,7 +82,8 @@ impl Served {
     }
 
     fn issue(&self, current: &Current, now: SystemTime) -> Result<SystemTime> {
-        let leaf = current.signer.server(&self.names, now, self.validity)?;
+        let name = self.names.first().map_or("peerpod", String::as_str);
+        let leaf = current.signer.server(name, &self.names, now, now + self.validity)?;
         self.in_use.set(CertifiedKey::from_der(leaf.chain, leaf.key, &self.crypto)?);
         Ok(leaf.not_after)
     }

@@ -1,3 +1,5 @@
+use peerpod_pki::Identity;
+
 use super::*;
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -15,7 +17,7 @@ fn count(bundle: &str) -> usize {
 }
 
 /// Whether a client that trusts the bundle accepts the server's certificate.
-fn trusts(bundle: &str, leaf: &Leaf, now: SystemTime) -> bool {
+fn trusts(bundle: &str, leaf: &Identity, now: SystemTime) -> bool {
     let mut roots = rustls::RootCertStore::empty();
     for root in CertificateDer::pem_slice_iter(bundle.as_bytes()) {
         roots.add(root.unwrap()).unwrap();
@@ -42,14 +44,14 @@ fn no_client_ever_gets_an_untrusted_certificate() {
     let policy = policy();
     let mut state = State::default();
     let names = ["x.example".to_owned()];
-    let mut yesterday: Option<(String, Leaf)> = None;
+    let mut yesterday: Option<(String, Identity)> = None;
     let (mut signers, mut most) = (std::collections::BTreeSet::new(), 0);
     for day in 0..1000 {
         let now = at(day);
         while state.advance(&policy, now).unwrap() {}
         let bundle = state.bundle(&policy, now);
         let signer = state.signer(&policy, now).unwrap();
-        let leaf = signer.server(&names, now, policy.leaf).unwrap();
+        let leaf = signer.server("x", &names, now, now + policy.leaf).unwrap();
         signers.insert(signer.certificate.to_vec());
         most = most.max(count(&bundle));
         assert!(trusts(&bundle, &leaf, now), "day {day}");

@@ -9,9 +9,11 @@ use std::time::{Duration, SystemTime};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use peerpod_common::files;
+use peerpod_pki::Authority;
+use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
-use super::authority::Authority;
 use super::{Authorities, Error};
 
 const VERSION: u64 = 1;
@@ -107,9 +109,9 @@ fn keep(authority: &Authority) -> KeptAuthority {
 
 fn restore(kept: KeptAuthority) -> Result<Authority, &'static str> {
     let certificate = BASE64.decode(kept.certificate).map_err(|_| "a certificate is not base64")?;
-    let key = BASE64.decode(kept.key).map_err(|_| "a key is not base64")?;
+    let key = Zeroizing::new(BASE64.decode(kept.key).map_err(|_| "a key is not base64")?);
     let not_after = from_ms(kept.not_after_ms).ok_or("an impossible time")?;
-    Authority::restore(certificate, key, not_after).map_err(|_| "a certificate and its key are not a CA")
+    Authority::restore(CertificateDer::from(certificate), &PrivatePkcs8KeyDer::from(&**key), not_after)
 }
 
 /// Returns a time as milliseconds since 1970.

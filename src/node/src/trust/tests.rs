@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use peerpod_link::tls;
 use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519};
 use rustls::{ClientConnection, Connection, ServerConnection};
-use rustls_pki_types::PrivatePkcs8KeyDer;
+use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use super::*;
 
@@ -38,6 +38,13 @@ struct Guest {
     csr: Vec<u8>,
 }
 
+/// Certificate chain and key.
+type Pair = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+fn pair(identity: Identity) -> Pair {
+    (identity.chain, identity.key)
+}
+
 impl Guest {
     fn new() -> Guest {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
@@ -46,7 +53,7 @@ impl Guest {
         Guest { key, csr }
     }
 
-    fn identity(&self, signed: &Signed) -> Identity {
+    fn identity(&self, signed: &Signed) -> Pair {
         let chain = signed.chain.iter().map(|der| CertificateDer::from(der.clone())).collect();
         (chain, PrivateKeyDer::from(PrivatePkcs8KeyDer::from(self.key.serialize_der())))
     }
@@ -54,10 +61,10 @@ impl Guest {
 
 /// Runs a whole handshake in memory; returns the fingerprint of the client's certificate as the server saw it.
 fn shake(
-    relay: Identity,
+    relay: Pair,
     trusted: &[CertificateDer<'static>],
     pins: &[[u8; 32]],
-    guest: Option<Identity>,
+    guest: Option<Pair>,
 ) -> Result<Option<[u8; 32]>, String> {
     let server = tls::server_config(relay.0, relay.1, trusted).map_err(|e| e.to_string())?;
     let client = tls::client_config(pins, guest).map_err(|e| e.to_string())?;
@@ -81,8 +88,8 @@ fn shake(
 }
 
 /// Runs the handshake with the present state of this trust.
-fn shake_with(trust: &Trust, pins: &[[u8; 32]], guest: Option<Identity>) -> Result<Option<[u8; 32]>, String> {
-    shake(trust.relay_identity().unwrap(), &trust.trusted_cas(), pins, guest)
+fn shake_with(trust: &Trust, pins: &[[u8; 32]], guest: Option<Pair>) -> Result<Option<[u8; 32]>, String> {
+    shake(pair(trust.relay_identity().unwrap()), &trust.trusted_cas(), pins, guest)
 }
 
 #[test]
@@ -132,7 +139,7 @@ fn the_relay_cannot_pass_for_a_guest_and_strangers_are_refused() {
     let (dir, elsewhere) = (Temp::new(), Temp::new());
     let (trust, stranger) = (dir.open(), elsewhere.open());
     let relay = trust.relay_identity().unwrap();
-    assert!(shake_with(&trust, &trust.ca_sha256(), Some(relay)).is_err());
+    assert!(shake_with(&trust, &trust.ca_sha256(), Some(pair(relay))).is_err());
     let guest = Guest::new();
     let signed = stranger.sign_guest("a", &guest.csr, SystemTime::now()).unwrap();
     assert!(shake_with(&trust, &trust.ca_sha256(), Some(guest.identity(&signed))).is_err());
@@ -207,7 +214,7 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
     for (text, told) in [
         (&whole[..whole.len() / 2], "not in the format"),
         ("", "not in the format"),
-        (&mixed, "are not a CA"),
+        (&mixed, "does not belong to its certificate"),
         (&newer, "it has version 2"),
         (&huge, "larger than"),
     ] {
@@ -246,9 +253,9 @@ fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     let born_before = trust.ca_sha256();
     let running = Guest::new();
     let old = running.identity(&trust.sign_guest("a", &running.csr, SystemTime::now()).unwrap());
-    let copy = |identity: &Identity| (identity.0.clone(), identity.1.clone_key());
+    let copy = |identity: &Pair| (identity.0.clone(), identity.1.clone_key());
     let whole =
-        |trust: &Trust, pins: &[[u8; 32]], identity: &Identity| shake_with(trust, pins, Some(copy(identity)));
+        |trust: &Trust, pins: &[[u8; 32]], identity: &Pair| shake_with(trust, pins, Some(copy(identity)));
 
     assert_eq!(step(&mut trust), Stage::Announced);
     assert_eq!(trust.ca_sha256().len(), 2);

@@ -23,8 +23,8 @@ impl Ticket {
     /// Makes a ticket that expires `ttl` after `now`.
     pub(crate) fn new(now: SystemTime, ttl: Duration) -> Result<Ticket, Error> {
         let (mut id, mut secret) = ([0; 16], [0; 32]);
-        getrandom::fill(&mut id).map_err(Error::Random)?;
-        getrandom::fill(&mut secret).map_err(Error::Random)?;
+        getrandom::fill(&mut id).map_err(peerpod_pki::Error::from)?;
+        getrandom::fill(&mut secret).map_err(peerpod_pki::Error::from)?;
         Ok(Ticket { id: hex::encode(id), secret: TicketSecret::new(secret), expires: now + ttl })
     }
 
