@@ -92,7 +92,8 @@ fn boots(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()>
     let (bare, ours, ratio) = (median(&mut bare_took)?, median(&mut ours_took)?, median(&mut ratios)?);
     report.figure("boot_bare_s", bare, Goal::None, "power-on to the one-line init's line; emulated");
     report.figure("guest_boot_s", ours, Goal::None, "power-on to the guest's first byte home; emulated");
-    report.figure("guest_boot_vs_bare", ratio, Goal::AtMost(1.3), "the two above, turn by turn; the median");
+    // Some 0.1 of it is the pause before the DHCP client's first request (docs/design/009).
+    report.figure("guest_boot_vs_bare", ratio, Goal::AtMost(1.4), "the two above, turn by turn; the median");
     Ok(())
 }
 

@@ -114,7 +114,7 @@ async fn a_node_killed_in_the_middle_of_a_burst_makes_exactly_one_vm_for_each() 
     let mut daemons = Daemons::start(&world, fake(20, "300ms")).await.unwrap();
     let mut dice = Dice(23);
     let pods: Vec<Pod> = (0..MANY).map(|_| world.pod().unwrap()).collect();
-    for round in 0..if long() { 100 } else { 12 } {
+    for round in 0..if long() { 100 } else { 4 } {
         let ids: Vec<String> = (0..MANY).map(|_| fresh_id("killed")).collect();
         // The relay keeps the calls that a dead node has not answered.
         let calls = create_all(&daemons, &ids, &pods);

@@ -296,8 +296,13 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
     }
 }
 
+/// Number of random sequences: an optimised build tries millions in the fuzz target `link`.
+fn cases() -> u32 {
+    if std::env::var_os("PEERPOD_TEST_LONG").is_some() { 2000 } else { 50 }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig::with_cases(cases()))]
 
     #[test]
     fn no_cut_loses_or_doubles_bytes(

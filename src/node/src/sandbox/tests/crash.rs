@@ -185,7 +185,7 @@ async fn life(seed: u64, late: bool) {
 
 /// Returns the number of lives: `usual`, or 20 times as many in `make test-long`.
 fn seeds(usual: u64) -> u64 {
-    if std::env::var_os("PEERPOD_TEST_LONG").is_some() { usual * 20 } else { usual }
+    if std::env::var_os("PEERPOD_TEST_LONG").is_some() { usual * 80 } else { usual }
 }
 
 fn lives(seeds: std::ops::Range<u64>, late: bool) {
@@ -199,14 +199,14 @@ fn lives(seeds: std::ops::Range<u64>, late: bool) {
 
 #[test]
 fn kills_at_random_boundaries_leak_and_lose_no_vm() {
-    lives(0..seeds(400), false);
+    lives(0..seeds(100), false);
 }
 
 /// A create may also arrive at the cloud after its caller died. No record can name such a VM; the comparison of the
 /// cloud's list with the ledger finds it.
 #[test]
 fn creates_that_arrive_after_a_crash_are_found() {
-    lives(0..seeds(200), true);
+    lives(0..seeds(50), true);
 }
 
 /// Kills the node at each boundary of one quiet life: create, run, stop.
