@@ -1,8 +1,10 @@
 //! Tests of the encrypted kind's private namespace and port: deletions by other programs, and state that guests must
 //! find again.
 
+use std::io::ErrorKind;
 use std::net::{Ipv6Addr, UdpSocket};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use peerpod_podnet::netns;
 use serde_json::{Value, json};
@@ -135,7 +137,18 @@ fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one() {
         u16::try_from(held["port"].as_u64().unwrap()).unwrap()
     };
     // Another process holds the port, and the relay holds nothing.
-    let taken = place.world.within("node", || UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)).unwrap());
+    // A process that another test forks has the tunnel's socket until its exec.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let taken = place.world.within("node", || {
+        loop {
+            match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
+                Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                bound => break bound.unwrap(),
+            }
+        }
+    });
     let tunnel = place.open(0);
     let wireguard = tunnel.wireguard().unwrap();
     let error = wireguard.wanted(None).err().unwrap().to_string();
