@@ -47,7 +47,7 @@ fn failed(attempt: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
 pub struct Identity {
     /// DER, the leaf first, then its CA.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Key of the leaf, which rustls wipes on drop.
+    /// Key of the leaf. rustls wipes it once it is loaded.
     pub key: PrivateKeyDer<'static>,
     /// End of the leaf.
     pub not_after: SystemTime,
