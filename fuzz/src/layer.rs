@@ -1,6 +1,7 @@
 //! Fuzzes the archive of an image layer, which any user with push access to a registry controls. No file appears
 //! outside the folder that it is unpacked to; a link there leads outside on purpose.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::symlink;
@@ -18,7 +19,7 @@ pub(crate) fn run(input: &[u8]) {
     symlink(&outside, root.join("out")).expect("a link");
     let mut entries = 1000;
     // Limited to a budget, like real layers.
-    drop(peerpod_images::unpack::unpack(input.take(MOST), &root, &mut entries));
+    drop(peerpod_images::unpack::unpack(input.take(MOST), &root, &mut entries, &Cell::new(MOST)));
     let left: Vec<_> = fs::read_dir(&outside).expect("it is still there").flatten().collect();
     assert_eq!(left.len(), 1, "{left:?}");
     assert_eq!(fs::read(outside.join("file")).expect("it is still there"), b"untouched");

@@ -1,5 +1,6 @@
 //! Carries out one job, from the name to the mount.
 
+use std::cell::Cell;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -179,7 +180,7 @@ type Unpacked = Result<Vec<String>, Error>;
 struct Unpacker {
     store: Store,
     ids: Vec<String>,
-    bytes: u64,
+    bytes: Cell<u64>,
     entries: u64,
 }
 
@@ -191,8 +192,8 @@ impl Unpacker {
     ) -> Result<(mpsc::Sender<Work>, oneshot::Receiver<Unpacked>), Error> {
         let (sender, work) = mpsc::channel(1);
         let (told, done) = oneshot::channel();
-        let mut unpacker =
-            Unpacker { store, ids, bytes: job.limits.unpacked_bytes, entries: job.limits.entries };
+        let bytes = Cell::new(job.limits.unpacked_bytes);
+        let mut unpacker = Unpacker { store, ids, bytes, entries: job.limits.entries };
         std::thread::Builder::new()
             .name("unpack".into())
             .spawn(move || drop(told.send(unpacker.run(work))))
@@ -247,8 +248,8 @@ impl Unpacker {
     fn archive(&mut self, work: &Work, root: &Path) -> Result<unpack::LeftOut, Error> {
         let blob = &work.blob.0;
         let source = open(blob, work.layer.packing).map_err(disk("opening", blob))?;
-        let mut counted = Counted::new(source, &mut self.bytes);
-        let left = unpack::unpack(&mut counted, root, &mut self.entries)?;
+        let mut counted = Counted::new(source, &self.bytes);
+        let left = unpack::unpack(&mut counted, root, &mut self.entries, &self.bytes)?;
         let diff_id = counted
             .finish()
             .map_err(|e| Error::new(Cause::Malformed, format!("reading layer {}: {e}", work.at + 1)))?;

@@ -1,5 +1,6 @@
 //! Decompresses, counts and hashes a layer's bytes, bounded by the caller's budget and not by any size that they claim.
 
+use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
@@ -91,11 +92,11 @@ impl<R: BufRead> Zstd<R> {
 pub(crate) struct Counted<'a, R> {
     inner: R,
     hash: Sha256,
-    budget: &'a mut u64,
+    budget: &'a Cell<u64>,
 }
 
 impl<'a, R: Read> Counted<'a, R> {
-    pub(crate) fn new(inner: R, budget: &'a mut u64) -> Counted<'a, R> {
+    pub(crate) fn new(inner: R, budget: &'a Cell<u64>) -> Counted<'a, R> {
         Counted { inner, hash: Sha256::new(), budget }
     }
 
@@ -109,10 +110,8 @@ impl<'a, R: Read> Counted<'a, R> {
 impl<R: Read> Read for Counted<'_, R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(into)?;
-        match self.budget.checked_sub(count as u64) {
-            Some(left) => *self.budget = left,
-            None => return Err(io::Error::new(io::ErrorKind::FileTooLarge, TooMuch)),
-        }
+        let left = self.budget.get().checked_sub(count as u64);
+        self.budget.set(left.ok_or_else(|| io::Error::new(io::ErrorKind::FileTooLarge, TooMuch))?);
         self.hash.update(&into[..count]);
         Ok(count)
     }
@@ -172,12 +171,12 @@ mod tests {
 
     #[test]
     fn a_budget_limits_a_decompression_bomb() {
-        let mut budget = 1000;
-        let mut counted = Counted::new(io::repeat(0).take(1 << 30), &mut budget);
+        let budget = Cell::new(1000);
+        let mut counted = Counted::new(io::repeat(0).take(1 << 30), &budget);
         let error = io::copy(&mut counted, &mut io::sink()).unwrap_err();
         assert!(is_too_much(&error), "{error}");
-        let mut budget = 3;
-        let digest = Counted::new(&b"abc"[..], &mut budget).finish().unwrap();
+        let budget = Cell::new(3);
+        let digest = Counted::new(&b"abc"[..], &budget).finish().unwrap();
         assert_eq!(digest, "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     }
 

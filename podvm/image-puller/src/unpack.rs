@@ -5,6 +5,7 @@
 //! even absolute ones, lead nowhere else. No image needs `..` in a name, a device node that would stand for a removal,
 //! or attributes that steer overlayfs. The first is refused; the others are left out and reported.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ffi::{CString, OsStr, OsString};
 use std::io::{self, Read};
@@ -42,15 +43,21 @@ pub struct LeftOut {
     pub xattrs: u64,
 }
 
-/// Unpacks a tar archive into `root`. `entries` is the rest of the image's permitted number of entries.
+/// Unpacks a tar archive into `root`. `entries` and `bytes` are the rest of the image's permitted number of entries and
+/// of bytes. The archive itself counts the bytes that are read from it; holes of sparse files are counted here.
 ///
 /// # Errors
 /// The archive is malformed or malicious, the disk is full, or an entry cannot be made.
-pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<LeftOut, Error> {
+pub fn unpack(
+    archive: impl Read,
+    root: &Path,
+    entries: &mut u64,
+    bytes: &Cell<u64>,
+) -> Result<LeftOut, Error> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = open(root, directory, Mode::empty()).map_err(|e| disk("opening", root)(e.into()))?;
     let mut unpacker =
-        Unpacker { root: fd, made: BTreeSet::new(), times: Vec::new(), left: LeftOut::default() };
+        Unpacker { root: fd, bytes, made: BTreeSet::new(), times: Vec::new(), left: LeftOut::default() };
     let mut archive = tar::Archive::new(archive);
     let broken = |error| of_archive("reading the layer's archive", error);
     for entry in archive.entries().map_err(broken)? {
@@ -65,8 +72,7 @@ pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<Left
 /// Classifies an error of reading an archive, or of writing its content.
 fn of_archive(what: &str, error: io::Error) -> Error {
     if crate::stream::is_too_much(&error) {
-        let text = "unpacked, the image has more bytes than are permitted (images.limits.unpacked_bytes)";
-        return Error::new(Cause::TooLarge, text);
+        return too_large();
     }
     match error.raw_os_error() {
         Some(_) => disk("unpacking to", Path::new("the store"))(error),
@@ -74,12 +80,18 @@ fn of_archive(what: &str, error: io::Error) -> Error {
     }
 }
 
+fn too_large() -> Error {
+    let text = "unpacked, the image has more bytes than are permitted (images.limits.unpacked_bytes)";
+    Error::new(Cause::TooLarge, text)
+}
+
 fn malformed(text: impl Into<String>) -> Error {
     Error::new(Cause::Malformed, text)
 }
 
-struct Unpacker {
+struct Unpacker<'a> {
     root: OwnedFd,
+    bytes: &'a Cell<u64>,
     /// Entries of this layer: removals concern the layers below alone.
     made: BTreeSet<Vec<u8>>,
     /// Directories that get their time at the end, when nothing in them changes any more.
@@ -140,7 +152,7 @@ impl Name {
     }
 }
 
-impl Unpacker {
+impl Unpacker<'_> {
     fn entry(&mut self, mut entry: Entry<'_, impl Read>) -> Result<(), Error> {
         let kind = entry.header().entry_type();
         if kind == EntryType::XGlobalHeader {
@@ -261,12 +273,17 @@ impl Unpacker {
         let fd = openat(parent, name.file(), flags, Mode::from_raw_mode(0o600))
             .map_err(name.failed("making the file"))?;
         let mut file = std::fs::File::from(fd);
-        let size = entry.size();
+        let (size, before) = (entry.size(), self.bytes.get());
+        if size > before {
+            return Err(too_large());
+        }
         let copied =
             io::copy(entry, &mut file).map_err(|e| of_archive(&format!("the file {}", shown(name)), e))?;
         if copied != size {
             return Err(malformed(format!("the layer ends within {}", shown(name))));
         }
+        // Reading has counted the content. A sparse file has been written with its holes, which the archive lacks.
+        self.bytes.set(self.bytes.get().min(before - size));
         self.attributes(&file, name, entry)?;
         futimens(&file, &times(entry)).map_err(name.failed("setting the time of"))
     }

@@ -2,6 +2,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
 use super::*;
+use crate::stream::Counted;
 
 struct Place(PathBuf);
 
@@ -44,7 +45,7 @@ const HARD: EntryType = EntryType::Link;
 const DIR: EntryType = EntryType::Directory;
 
 fn unpacked(place: &Place, entries: &[(EntryType, &str, &str, &str)]) -> Result<LeftOut, Error> {
-    unpack(&*archive(entries), &place.0, &mut 100)
+    unpack(&*archive(entries), &place.0, &mut 100, &Cell::new(1 << 20))
 }
 
 #[test]
@@ -105,8 +106,40 @@ fn links_stay_inside_the_root() {
 fn the_number_of_entries_is_bounded() {
     let place = Place::new("bounded");
     let many = archive(&[(FILE, "a", "", ""), (FILE, "b", "", ""), (FILE, "c", "", "")]);
-    let error = unpack(&*many, &place.0, &mut 2).unwrap_err();
+    let error = unpack(&*many, &place.0, &mut 2, &Cell::new(1 << 20)).unwrap_err();
     assert_eq!(error.cause, Cause::TooLarge, "{error}");
+}
+
+#[test]
+fn holes_of_sparse_files_count_as_bytes() {
+    let place = Place::new("sparse");
+    // A hole of 1 MiB, then one byte.
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(EntryType::GNUSparse);
+    header.set_size(1);
+    header.set_mode(0o640);
+    header.set_uid(0);
+    header.set_gid(0);
+    let gnu = header.as_gnu_mut().unwrap();
+    gnu.name[..4].copy_from_slice(b"hole");
+    gnu.set_real_size((1 << 20) + 1);
+    gnu.sparse[0].set_offset(1 << 20);
+    gnu.sparse[0].set_length(1);
+    header.set_cksum();
+    let mut builder = tar::Builder::new(Vec::new());
+    builder.append(&header, &b"x"[..]).unwrap();
+    let archive = builder.into_inner().unwrap();
+    let unpacked = |bytes: u64| {
+        let bytes = Cell::new(bytes);
+        let counted = Counted::new(&*archive, &bytes);
+        unpack(counted, &place.0, &mut 100, &bytes).map(|_| bytes.get())
+    };
+    let error = unpacked(1 << 20).unwrap_err();
+    assert_eq!(error.cause, Cause::TooLarge, "{error}");
+    assert_eq!(std::fs::metadata(place.0.join("hole")).unwrap().len(), 0, "nothing was written");
+    let left = unpacked(4 << 20).unwrap();
+    assert!(left < 3 << 20, "{left} bytes are left");
+    assert_eq!(std::fs::metadata(place.0.join("hole")).unwrap().len(), (1 << 20) + 1);
 }
 
 proptest::proptest! {
@@ -120,7 +153,7 @@ proptest::proptest! {
         let mut bytes = archive(&[(LINK, "up", "..", ""), (FILE, "up/x", "", "x"), (DIR, "d", "", "")]);
         let at = at % bytes.len();
         bytes[at] = with;
-        drop(unpack(&*bytes, &root, &mut 100));
+        drop(unpack(&*bytes, &root, &mut 100, &Cell::new(1 << 20)));
         assert_eq!(std::fs::read_dir(&place.0).unwrap().count(), 1);
     }
 }
