@@ -31,7 +31,7 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
     job.bundle.as_deref().map_or(Ok(()), check_bundle)?;
     let store = Store::open(&job.store)?;
     std::env::set_current_dir(store.path()).map_err(disk("entering", store.path()))?;
-    store.sweep(&fs::read_to_string("/proc/self/mountinfo").unwrap_or_default());
+    store.sweep(|| fs::read_to_string("/proc/self/mountinfo"));
     let name = reference.whole();
     let pinned = reference.digest().is_some();
     let (record, outcome) = match store.recall(&name) {
@@ -286,12 +286,7 @@ fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Err
     let rootfs = bundle.join("rootfs");
     fs::create_dir_all(&rootfs).map_err(disk("making", &rootfs))?;
     mount::unmount_all(&rootfs).map_err(disk("unmounting", &rootfs))?;
-    let upper = store.container(bundle);
-    unpack::remove_tree(&upper).map_err(disk("removing", &upper))?;
-    for folder in ["fs", "work"] {
-        let path = upper.join(folder);
-        fs::create_dir_all(&path).map_err(disk("making", &path))?;
-    }
+    let (upper, _lock) = store.container(bundle)?;
     like_top(store, record, &upper.join("fs"))?;
     let name = upper.file_name().unwrap_or_default().to_string_lossy();
     mount::overlay(&record.layers, &format!("c/{name}"), &rootfs, false)

@@ -4,12 +4,13 @@
 //! l/<id>      a whole layer; the id is the beginning of its chain id, short so that many fit one mount
 //! t/<id>/     a layer that is being fetched (blob) and unpacked (fs, work); not used before it is renamed
 //! i/<hash>    the last meaning of an image's name, for when its registry cannot be reached
-//! c/<hash>/   the writable layer of a container (fs, work)
+//! c/<hash>/   the writable layer of a container (fs, work); locked until it is mounted, and while it is removed
 //! k/<id>      locks: the maker of a layer holds its lock, and a killed process holds none
 //! ```
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -65,9 +66,18 @@ impl Store {
         self.0.join("t").join(id)
     }
 
-    pub(crate) fn container(&self, bundle: &Path) -> PathBuf {
+    /// Returns an empty writable layer of a container, and its lock, which is to be held until the layer is mounted.
+    /// Blocks.
+    pub(crate) fn container(&self, bundle: &Path) -> Result<(PathBuf, File), Error> {
         let hash = Sha256::digest(bundle.as_os_str().as_encoded_bytes());
-        self.0.join("c").join(&hex::encode(hash)[..ID])
+        let path = self.0.join("c").join(&hex::encode(hash)[..ID]);
+        let lock = lock_folder(&path).map_err(disk("locking", &path))?;
+        for folder in ["fs", "work"] {
+            let folder = path.join(folder);
+            remove_tree(&folder).map_err(disk("removing", &folder))?;
+            fs::create_dir(&folder).map_err(disk("making", &folder))?;
+        }
+        Ok((path, lock))
     }
 
     /// Locks a layer until its file is closed; waits until no other process makes it. Blocks.
@@ -116,12 +126,16 @@ impl Store {
         self.0.join("t").join(format!("{id}.blob"))
     }
 
-    /// Removes writable layers of containers that are gone: those without a mount.
-    pub(crate) fn sweep(&self, mountinfo: &str) {
+    /// Removes writable layers of containers that are gone: those without a mount and without a process that makes it.
+    /// The mounts are read under each layer's lock, because other processes mount at the same time.
+    pub(crate) fn sweep(&self, mountinfo: impl Fn() -> io::Result<String>) {
         for entry in fs::read_dir(self.0.join("c")).into_iter().flatten().flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if !mountinfo.contains(&format!("upperdir=c/{name}/fs")) {
-                drop(remove_tree(&entry.path()));
+            let path = entry.path();
+            let Ok(folder) = File::open(&path) else { continue };
+            let upper = format!("upperdir=c/{}/fs", entry.file_name().to_string_lossy());
+            let is_ours = folder.try_lock().is_ok() && is_at(&folder, &path).unwrap_or(false);
+            if is_ours && mountinfo().is_ok_and(|mounts| !mounts.contains(&upper)) {
+                drop(remove_tree(&path));
             }
         }
     }
@@ -164,6 +178,32 @@ impl Store {
     }
 }
 
+/// Makes a missing folder and locks it until the returned file is closed. Blocks.
+fn lock_folder(path: &Path) -> io::Result<File> {
+    loop {
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+        let folder = match File::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            folder => folder?,
+        };
+        folder.lock()?;
+        if is_at(&folder, path)? {
+            return Ok(folder);
+        }
+    }
+}
+
+/// Returns whether an open folder is still at its path: another process may have removed it before it was locked.
+fn is_at(folder: &File, path: &Path) -> io::Result<bool> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        there => Ok(there?.ino() == folder.metadata()?.ino()),
+    }
+}
+
 fn is_id(text: &str) -> bool {
     text.len() == ID && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
@@ -195,5 +235,47 @@ mod tests {
         assert_eq!(chain([b.as_str()].into_iter())[0], "b".repeat(16));
         assert_ne!(one[1], "b".repeat(16), "on another layer it is another");
         assert!(one.iter().all(|id| is_id(id)));
+    }
+
+    #[test]
+    fn a_container_that_is_being_mounted_is_not_swept() {
+        let folder = std::env::temp_dir().join(format!("pp-store-{}", std::process::id()));
+        let store = Store::open(&folder).unwrap();
+        let (upper, lock) = store.container(Path::new("/run/kata-containers/a/rootfs")).unwrap();
+        fs::write(upper.join("fs/written"), "").unwrap();
+        let unmounted = || Ok(String::new());
+        store.sweep(unmounted);
+        assert!(upper.join("fs/written").exists(), "the maker holds its lock");
+        drop(lock);
+        // The container is mounted after the sweep has begun.
+        let line = format!("… upperdir=c/{}/fs,workdir=…", upper.file_name().unwrap().display());
+        store.sweep(|| {
+            assert!(File::open(&upper).unwrap().try_lock().is_err(), "the mounts are read under the lock");
+            Ok(line.clone())
+        });
+        store.sweep(|| Err(io::Error::other("the mounts cannot be read")));
+        assert!(upper.join("fs/written").exists());
+        store.sweep(unmounted);
+        assert!(!upper.exists());
+        let (again, _lock) = store.container(Path::new("/run/kata-containers/a/rootfs")).unwrap();
+        assert_eq!((&again, fs::read_dir(again.join("fs")).unwrap().count()), (&upper, 0));
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn containers_are_made_while_other_processes_sweep() {
+        let folder = std::env::temp_dir().join(format!("pp-store-race-{}", std::process::id()));
+        let store = Store::open(&folder).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| (0..5000).for_each(|_| store.sweep(|| Ok(String::new()))));
+            }
+            for _ in 0..500 {
+                let (upper, _lock) = store.container(Path::new("/run/kata-containers/a")).unwrap();
+                fs::write(upper.join("fs/file"), "").unwrap();
+                assert!(upper.join("fs/file").exists() && upper.join("work").exists());
+            }
+        });
+        fs::remove_dir_all(folder).unwrap();
     }
 }
