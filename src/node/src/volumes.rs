@@ -327,6 +327,36 @@ impl PodStorage {
         attached.map_err(|error| CloudError::transient(format!("volume {name}: {error}")))
     }
 
+    /// Fails while the provider lists the VM: an accepted deletion does not prove that the machine no longer writes.
+    async fn require_gone(&self, vm: &str) -> Result<(), CloudError> {
+        let owned = self.provider.list_owned().await?;
+        let Some(there) = owned.iter().find(|owned| owned.id.as_str() == vm) else { return Ok(()) };
+        let is_deleting = there.state == OwnedState::Deleting;
+        let how = if is_deleting { "is still being deleted" } else { "still exists" };
+        Err(CloudError::transient(format!("VM {vm} {how}, so its volumes are not free")))
+    }
+
+    /// Fails while an earlier VM may have the pod's volumes. The table of sandboxes does not show a sandbox whose record
+    /// is in quarantine, but its VM may go on writing.
+    async fn require_no_earlier_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
+        let uid = &volumes.uid;
+        if volumes.single_writers().next().is_none() {
+            return Ok(());
+        }
+        let (records, pod) = (self.volumes.records.clone(), uid.clone());
+        let noted = blocking(move || records.vm(&pod)).await;
+        let noted = noted.map_err(|why| CloudError::transient(format!("read the VM of pod {uid}: {why}")))?;
+        let Some(Vm { sandbox, instance, .. }) = noted.filter(|noted| !noted.gone) else { return Ok(()) };
+        match instance {
+            Some(vm) => self.require_gone(&vm).await,
+            None if sandbox == id.as_str() => Ok(()),
+            None => Err(CloudError::transient(format!(
+                "sandbox {sandbox} of the same pod may have a VM with the pod's volumes, and its record is lost; check \
+                 that no VM of that sandbox exists, and remove pods/{uid}/vm.json from the folder of volume records"
+            ))),
+        }
+    }
+
     async fn note(
         &self,
         uid: &str,
@@ -356,6 +386,7 @@ impl Storage for PodStorage {
     }
 
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
+        self.require_no_earlier_vm(id, volumes).await?;
         self.note(&volumes.uid, id, None, false).await?;
         // Read after the note: an unpublish looks for the note after it has removed the record.
         let (records, volumes) = (self.volumes.clone(), volumes.clone());
@@ -389,13 +420,7 @@ impl Storage for PodStorage {
 
     async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
         if let Some(vm) = vm {
-            // An accepted deletion does not prove that the machine no longer writes.
-            let owned = self.provider.list_owned().await?;
-            if let Some(there) = owned.iter().find(|owned| owned.id == *vm) {
-                let is_deleting = there.state == OwnedState::Deleting;
-                let how = if is_deleting { "is still being deleted" } else { "still exists" };
-                return Err(CloudError::transient(format!("VM {vm} {how}, so its volumes are not free")));
-            }
+            self.require_gone(vm.as_str()).await?;
         }
         self.note(uid, id, vm, true).await
     }

@@ -191,7 +191,8 @@ pub(crate) trait Storage: Send + Sync + 'static {
     /// volumes without credentials, and while they are being unpublished. An error contains no part of them.
     async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String>;
 
-    /// Records durably that a VM may be made with these volumes. Fails if they no longer belong to the pod.
+    /// Records durably that a VM may be made with these volumes. Fails if they no longer belong to the pod, and while an
+    /// earlier VM may have them.
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError>;
 
     /// Attaches the volumes that are not attached yet. Returns all, with the identities that the guest looks for.

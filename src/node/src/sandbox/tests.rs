@@ -11,4 +11,5 @@ mod node;
 mod pull;
 mod restart;
 mod vm_liveness;
+mod volumes;
 mod world;

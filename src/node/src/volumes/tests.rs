@@ -1,3 +1,6 @@
+use std::net::IpAddr;
+
+use peerpod_provider_api::{Capabilities, CreateRequest, Created, IdempotencyKey, Owned, Preflight};
 use peerpod_volume::records::Pod;
 
 use super::*;
@@ -184,6 +187,76 @@ fn credentials_of_a_share_reach_the_guest_only() {
     // While it is being unpublished, the guest keeps its credentials.
     records.withdraw("u", &share.volume.id).unwrap();
     assert!(volumes.credentials(&found).unwrap().iter().all(Option::is_none));
+}
+
+/// Provider with these VMs, all of them running.
+struct Vms(Mutex<Vec<&'static str>>);
+
+#[async_trait]
+impl Provider for Vms {
+    fn name(&self) -> &'static str {
+        "vms"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::minimal(0)
+    }
+
+    async fn preflight(&self) -> Result<Preflight, CloudError> {
+        Ok(Preflight::default())
+    }
+
+    async fn create(&self, _: &CreateRequest, _: &IdempotencyKey) -> Result<Created, CloudError> {
+        Err(CloudError::invalid("no VM is made here"))
+    }
+
+    async fn addresses(&self, _: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
+        Ok(Vec::new())
+    }
+
+    async fn delete(&self, _: &InstanceId) -> Result<(), CloudError> {
+        Ok(())
+    }
+
+    async fn list_owned(&self) -> Result<Vec<Owned>, CloudError> {
+        let owned = |id: &&'static str| Owned {
+            id: InstanceId::new(*id).unwrap(),
+            key: None,
+            name: None,
+            state: OwnedState::Running,
+            addresses: Vec::new(),
+            created: None,
+            node: None,
+        };
+        Ok(self.0.lock().iter().map(owned).collect())
+    }
+}
+
+#[tokio::test]
+async fn volumes_of_an_earlier_sandbox_are_taken_until_its_vm_is_gone() {
+    let folder = Folder::new("earlier");
+    let records = Records::new(&folder.0);
+    records.put(&record("u", "v", Attach::Driver)).unwrap();
+    let provider = Arc::new(Vms(Mutex::new(vec!["vm-0", "vm-1"])));
+    let storage = PodStorage { volumes: Volumes::new(&folder.0, None, None), provider: provider.clone() };
+    let found = storage.volumes(&pod(None)).await.unwrap().unwrap();
+    let (first, second): (SandboxId, SandboxId) = ("first".parse().unwrap(), "second".parse().unwrap());
+    for _ in 0..2 {
+        storage.expect_vm(&first, &found).await.unwrap();
+    }
+    // The record of the first sandbox is lost from here on: nothing else knows that it has a VM.
+    let error = storage.expect_vm(&second, &found).await.unwrap_err();
+    assert!(error.to_string().contains("sandbox first"), "{error}");
+    storage.note("u", &first, Some(&InstanceId::new("vm-1").unwrap()), false).await.unwrap();
+    for sandbox in [&first, &second] {
+        let error = storage.expect_vm(sandbox, &found).await.unwrap_err();
+        assert!(matches!(error.retry(), Retry::After(_)), "{error}");
+        assert!(error.to_string().contains("VM vm-1 still exists"), "{error}");
+    }
+    assert_eq!(records.vm("u").unwrap().unwrap().sandbox, "first", "the note is unchanged");
+    provider.0.lock().pop();
+    storage.expect_vm(&second, &found).await.unwrap();
+    assert_eq!(records.vm("u").unwrap().unwrap().sandbox, "second");
 }
 
 #[test]

@@ -32,7 +32,7 @@ impl Task {
         let result = match completion.clone() {
             Completion::Rested => Ok(()),
             Completion::Batched(member) => self.batched(member).await,
-            Completion::Announced(uid) => self.was_announced(uid).await,
+            Completion::Announced(result) => self.was_announced(result).await,
             Completion::Placed(result) => self.placed(result).await,
             Completion::Created(result) => self.created(result).await,
             Completion::Found { result, after } => self.found(result, after).await,
@@ -78,12 +78,22 @@ impl Task {
         Ok(())
     }
 
-    /// Handles the end of the announcement: the cluster shows the sandbox, or the bounded wait for it is over.
-    async fn was_announced(&mut self, uid: Option<String>) -> Result<(), Unapplied> {
+    /// Handles the end of the announcement: the volumes are marked as taken, and the cluster shows the sandbox, or the
+    /// bounded wait for it is over.
+    async fn was_announced(&mut self, result: Result<Option<String>, CloudError>) -> Result<(), Unapplied> {
+        let is_live = self.record.phase.is_live();
+        let uid = match result {
+            _ if !is_live && self.vm.unsent => return self.never_sent().await,
+            Ok(uid) => uid,
+            Err(error) if self.repeats(Which::Cloud, &error) => return Ok(()),
+            Err(error) if self.vm.unsent => {
+                return self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await;
+            }
+            // An earlier process may have requested the VM, which must be gone before its volumes are free.
+            Err(error) if is_live => return self.fail("volumes", error.to_string()).await,
+            Err(_) => return Ok(()),
+        };
         self.start.announced = true;
-        if !self.record.phase.is_live() && self.vm.unsent {
-            return self.never_sent().await;
-        }
         self.reached("announced");
         let is_unknown = self.record.pod.as_ref().is_some_and(|pod| pod.uid.is_none());
         if uid.is_some() && is_unknown {

@@ -23,8 +23,8 @@ pub(crate) enum Completion {
     Rested,
     /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
     Batched(Option<BatchMember>),
-    /// End of the announcement in the cluster, with the pod's UID if known.
-    Announced(Option<String>),
+    /// End of the announcement to the volumes' owner and in the cluster, with the pod's UID if known.
+    Announced(Result<Option<String>, CloudError>),
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),
     /// Look-up of the VM by its key; `after` is the error of the create before it, if that was final.

@@ -56,7 +56,7 @@ impl Task {
         }
     }
 
-    /// Requests the VM from the cloud, after the announcement in the cluster.
+    /// Requests the VM from the cloud, after its announcement.
     fn ask(&mut self, attempt: u32) {
         if !self.in_flight.cloud.is_idle() {
             return;
@@ -69,9 +69,9 @@ impl Task {
                 if let Some(volumes) = &record.volumes
                     && let Err(error) = ports.storage.expect_vm(&record.id, volumes).await
                 {
-                    return Completion::Placed(Err(error));
+                    return Completion::Announced(Err(error));
                 }
-                Completion::Announced(ports.kubernetes.announce(&record).await)
+                Completion::Announced(Ok(ports.kubernetes.announce(&record).await))
             });
         }
         self.vm.unsent = false;

@@ -482,7 +482,10 @@ impl Sandboxes {
                 placed: None,
                 moved: Vec::new(),
             },
-            start: Start { announced: !ports.kubernetes.is_in_cluster(), ..Start::default() },
+            start: Start {
+                announced: !ports.kubernetes.is_in_cluster() && record.volumes.is_none(),
+                ..Start::default()
+            },
             guest: GuestState {
                 state: ports.relay.guest(&record.id),
                 claims: Claims::default(),

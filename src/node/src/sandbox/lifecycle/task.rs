@@ -123,7 +123,7 @@ pub(crate) struct VmCreation {
 
 #[derive(Default)]
 pub(crate) struct Start {
-    /// Whether the announcement in the cluster has ended.
+    /// Whether the announcement to the volumes' owner and in the cluster has ended.
     pub(crate) announced: bool,
     /// Time of the next report on a slow start, and the duration of the start by then.
     pub(crate) slow: Option<(Instant, Duration)>,

@@ -117,6 +117,8 @@ pub(super) struct State {
     pub dead_netns: BTreeSet<PathBuf>,
     /// Announced intents, each with the number of create calls by then.
     pub announced: Vec<(String, u64)>,
+    /// Sandboxes with volumes that were marked as taken, each with the number of create calls by then.
+    pub expected: Vec<(String, u64)>,
     /// Phase last published in the cluster for each sandbox.
     pub shown: BTreeMap<String, String>,
     /// Events posted on pods: pod, reason, text.
@@ -145,6 +147,9 @@ pub(super) struct World {
     /// Whether there is a cluster; it takes `announce_takes` to publish an intent.
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
+    /// Volumes of every pod.
+    pub volumes: Mutex<Option<PodVolumes>>,
+    pub expect_fails: Mutex<Option<CloudError>>,
     pub console_takes: Mutex<Duration>,
     pub console: Mutex<String>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
@@ -229,6 +234,7 @@ impl World {
                 flushed: Vec::new(),
                 dead_netns: BTreeSet::new(),
                 announced: Vec::new(),
+                expected: Vec::new(),
                 shown: BTreeMap::new(),
                 said: Vec::new(),
                 dice: Dice::new(seed),
@@ -246,6 +252,8 @@ impl World {
             find_fails: Mutex::default(),
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
+            volumes: Mutex::default(),
+            expect_fails: Mutex::default(),
             console_takes: Mutex::default(),
             console: Mutex::new("kernel panic".into()),
             reserve_fails: Mutex::default(),
@@ -810,14 +818,21 @@ impl Cloud for Fake {
 #[async_trait]
 impl Storage for Fake {
     async fn volumes(&self, _pod: &PodRef) -> Result<Option<PodVolumes>, String> {
-        Ok(None)
+        Ok(self.world.volumes.lock().unwrap().clone())
     }
 
     async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         Ok(vec![None; volumes.volumes.len()])
     }
 
-    async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
+    async fn expect_vm(&self, id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
+        self.fuse.boundary().await;
+        if let Some(error) = self.world.expect_fails.lock().unwrap().clone() {
+            return Err(error);
+        }
+        let mut state = self.world.state();
+        let calls = state.create_calls;
+        state.expected.push((id.to_string(), calls));
         Ok(())
     }
 
