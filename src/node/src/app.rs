@@ -215,7 +215,8 @@ impl Parts {
         cluster: Option<&Cluster>,
         metrics: &Metrics,
     ) -> Result<Parts> {
-        let trust = Trust::open(&config.state_dir.join("trust"), SystemTime::now(), Validity::default())?;
+        let folder = config.state_dir.join("trust");
+        let trust = Trust::open(&folder, SystemTime::now(), Validity::default(), kept.may_have_guests())?;
         let trust = SharedTrust::new(trust);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;

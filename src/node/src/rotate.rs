@@ -95,11 +95,11 @@ pub(crate) fn is_due(trust: &SharedTrust, table: &Sandboxes, every: Duration, pa
     let now = SystemTime::now();
     let (stage, since, due) = {
         let trust = trust.read();
-        (trust.stage(), trust.stage_since(), trust.is_rotation_due(now))
+        (trust.stage(), trust.stage_since(), trust.is_rotation_due(now, every))
     };
     let age = now.duration_since(since).unwrap_or_default();
     let wanted = match stage {
-        Stage::Stable => due || age >= every,
+        Stage::Stable => due,
         Stage::Announced | Stage::Overlap => true,
     };
     if !wanted {

@@ -103,15 +103,26 @@ struct Authorities {
 
 impl Trust {
     /// Reads the CA from `dir`, or makes the directory and a CA. A file that is damaged or from a newer version is an
-    /// error and is never replaced: a new CA would cut off every running guest.
-    pub(crate) fn open(dir: &Path, now: SystemTime, validity: Validity) -> Result<Trust, Error> {
+    /// error and is never replaced: a new CA would cut off every running guest. With guests, neither is a CA past its
+    /// end, because the clock may be wrong.
+    pub(crate) fn open(
+        dir: &Path,
+        now: SystemTime,
+        validity: Validity,
+        has_guests: bool,
+    ) -> Result<Trust, Error> {
         store::prepare(dir)?;
         let file = dir.join("ca.json");
-        let authorities = match store::read(&file)? {
-            Some(kept) if kept.current.not_after > now => kept,
-            ended => {
-                if ended.is_some() {
-                    // No valid certificate of it can exist: it expired, or was made while the clock was wrong.
+        let kept = store::read(&file)?;
+        let has_ended = kept.as_ref().is_some_and(|kept| kept.current.not_after <= now);
+        let authorities = match kept {
+            Some(kept) if !has_ended => kept,
+            Some(kept) if has_guests => {
+                tracing::error!(file = %file.display(), "the node's CA has expired and is kept, because sandboxes' guests trust only this CA; no guest can connect: correct the node's clock, or drain the node, and restart peerpod-node");
+                kept
+            }
+            _ => {
+                if has_ended {
                     tracing::warn!(file = %file.display(), "the node's CA has expired and is replaced");
                 }
                 let current = Authority::make(CA, now, validity.ca)?;
@@ -169,9 +180,13 @@ impl Trust {
         self.authorities.since
     }
 
-    /// Whether a rotation should begin: less than a third of the CA's validity is left.
-    pub(crate) fn is_rotation_due(&self, now: SystemTime) -> bool {
-        self.stage() == Stage::Stable && now + self.validity.ca / 3 > self.authorities.current.not_after
+    /// Whether a rotation should begin: less than a third of the CA's validity is left, or the stage is as old as
+    /// `every`. Never after the CA's end: guests with a correct clock would refuse certificates of the next CA.
+    pub(crate) fn is_rotation_due(&self, now: SystemTime, every: Duration) -> bool {
+        let left = self.authorities.current.not_after.duration_since(now).unwrap_or_default();
+        let age = now.duration_since(self.authorities.since).unwrap_or_default();
+        let is_due = left < self.validity.ca / 3 || age >= every;
+        self.stage() == Stage::Stable && !left.is_zero() && is_due
     }
 
     /// Takes one step of the rotation, under the conditions above. A step that cannot be written to disk is not taken.

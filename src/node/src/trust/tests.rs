@@ -22,7 +22,7 @@ impl Temp {
     }
 
     fn open(&self) -> Trust {
-        Trust::open(&self.0, SystemTime::now(), Validity::default()).unwrap()
+        Trust::open(&self.0, SystemTime::now(), Validity::default(), false).unwrap()
     }
 }
 
@@ -219,7 +219,8 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
         (&huge, "larger than"),
     ] {
         std::fs::write(&file, text).unwrap();
-        let error = Trust::open(&dir.0, SystemTime::now(), Validity::default()).unwrap_err().to_string();
+        let opened = Trust::open(&dir.0, SystemTime::now(), Validity::default(), false);
+        let error = opened.unwrap_err().to_string();
         assert!(error.contains(told) && error.contains("ca.json"), "{error}");
         assert!(!error.contains(&key_of(&whole)), "{error}");
         assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
@@ -232,8 +233,9 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
 fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
     let dir = Temp::new();
     std::fs::write(&dir.0, "a file").unwrap();
-    let error =
-        Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default()).unwrap_err().to_string();
+    let error = Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default(), false)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("/trust") && error.contains("state directory"), "{error}");
     std::fs::remove_file(&dir.0).unwrap();
 }
@@ -295,19 +297,23 @@ fn a_rotation_is_due_in_the_last_third_and_an_expired_ca_is_replaced() {
     let dir = Temp::new();
     let validity = Validity { ca: DAY * 300, guest: DAY };
     let now = SystemTime::now();
-    let trust = Trust::open(&dir.0, now, validity).unwrap();
-    assert!(!trust.is_rotation_due(now + DAY * 199));
-    assert!(trust.is_rotation_due(now + DAY * 201));
-    let again = Trust::open(&dir.0, now + DAY * 299, validity).unwrap();
-    assert_eq!(again.ca_sha256(), trust.ca_sha256());
-    let replaced = Trust::open(&dir.0, now + DAY * 301, validity).unwrap();
-    assert_ne!(replaced.ca_sha256(), trust.ca_sha256());
+    let open = |at: SystemTime, has_guests| Trust::open(&dir.0, at, validity, has_guests).unwrap();
+    let trust = open(now, false);
+    assert!(!trust.is_rotation_due(now + DAY * 199, Duration::MAX));
+    assert!(trust.is_rotation_due(now + DAY * 201, Duration::MAX));
+    assert!(trust.is_rotation_due(now + DAY * 199, DAY * 100), "the interval of rotations is over");
+    assert_eq!(open(now + DAY * 299, false).ca_sha256(), trust.ca_sha256());
+    let late = open(now + DAY * 301, true);
+    assert_eq!(late.ca_sha256(), trust.ca_sha256(), "guests trust no other CA, and the clock may be wrong");
+    assert!(!late.is_rotation_due(now + DAY * 301, Duration::ZERO));
+    assert_ne!(open(now + DAY * 301, false).ca_sha256(), trust.ca_sha256());
 }
 
 #[test]
 fn certificates_tolerate_clocks_a_day_behind_and_end_as_requested() {
     let dir = Temp::new();
-    let trust = Trust::open(&dir.0, SystemTime::now(), Validity { ca: DAY * 300, guest: DAY }).unwrap();
+    let validity = Validity { ca: DAY * 300, guest: DAY };
+    let trust = Trust::open(&dir.0, SystemTime::now(), validity, false).unwrap();
     let guest = Guest::new();
     let at = |when: SystemTime| {
         let signed = trust.sign_guest("a", &guest.csr, when).unwrap();

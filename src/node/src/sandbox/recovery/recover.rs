@@ -26,6 +26,14 @@ pub(crate) struct Kept {
     pub quarantined: usize,
 }
 
+impl Kept {
+    /// Whether the node may have VMs with guests.
+    pub(crate) fn may_have_guests(&self) -> bool {
+        let is_alive = |record: &Record| record.phase != Phase::Gone;
+        self.records.iter().any(is_alive) || !self.unread.is_empty() || !self.unread_batches.is_empty()
+    }
+}
+
 /// Adds every record to the table, after it has applied the inbox's stops: no sandbox makes a further step towards
 /// running after its stop. Returns the notes that are durable now and may be removed.
 pub(crate) async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {

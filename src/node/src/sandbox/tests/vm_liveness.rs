@@ -189,8 +189,8 @@ async fn a_stop_reaches_a_sandbox_after_a_panic_of_its_task() {
 async fn a_guest_that_does_not_follow_delays_the_rotation_for_a_bounded_time() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
-    let trust = Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default()).unwrap();
-    let trust = SharedTrust::new(trust);
+    let trust = Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default(), false);
+    let trust = SharedTrust::new(trust.unwrap());
     let (hour, never) = (Duration::from_secs(3600), Duration::MAX);
     let now = Duration::ZERO;
     assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");
