@@ -30,7 +30,7 @@ use crate::ledger::{Inbox, Ledger, Loaded};
 use crate::localhost::Localhost;
 use crate::metrics::Metrics;
 use crate::ports::{
-    self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings, WallClock,
+    self, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings,
 };
 use crate::relay_client::{RelayClient, RelayIdentity};
 use crate::rotate::{self, SharedTrust};
@@ -215,15 +215,15 @@ impl Parts {
         cluster: Option<&Cluster>,
         metrics: &Metrics,
     ) -> Result<Parts> {
-        let folder = config.state_dir.join("trust");
-        let trust = Trust::open(&folder, SystemTime::now(), Validity::default(), kept.may_have_guests())?;
-        let trust = SharedTrust::new(trust);
+        let (folder, guests) = (config.state_dir.join("trust"), kept.may_have_guests());
+        let trust = SharedTrust::new(Trust::open(&folder, SystemTime::now(), Validity::default(), guests)?);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;
         let boot_id = boot_id.trim().to_owned();
+        let clock = NodeClock::open(&config.state_dir, &boot_id, SystemTime::now())?;
         ports::collect_garbage(&tunnel, &kept.records, kept.unread.iter().cloned(), &boot_id).await;
-        let identity = identity(trust.clone());
-        let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity, metrics.clone());
+        let relay =
+            RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
         let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
         let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
         let volumes =
@@ -237,7 +237,7 @@ impl Parts {
             (cluster, about)
         });
         let ports = Ports {
-            clock: Arc::new(WallClock),
+            clock: Arc::new(clock),
             store: Arc::new(ledger),
             cloud: Arc::new(ProviderCloud(provider.clone())),
             storage: Arc::new(PodStorage { volumes, provider: provider.clone() }),
@@ -250,6 +250,7 @@ impl Parts {
             }),
             relay: Arc::new(relay.clone()),
             identity: Arc::new(NodeIdentity {
+                clock,
                 trust: trust.clone(),
                 addresses: addresses.clone(),
                 relay: relay.clone(),
@@ -258,6 +259,7 @@ impl Parts {
                 lease: config.sandbox.lease,
             }),
             kubernetes: Arc::new(NodeCluster {
+                clock,
                 cluster: shown,
                 registries: config.registries.clone(),
                 pull_secrets: config.secrets.clone().map(PullSecrets::new),

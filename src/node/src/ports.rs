@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
@@ -43,18 +43,17 @@ use crate::tunnel::follow::{Merged, merge};
 use crate::tunnel::{Netns, NetnsId, PodNetworkState, Reserved, Tunnel, TunnelKind, inspect};
 
 pub(crate) use addresses::GuestAddresses;
+pub(crate) use clock::NodeClock;
 pub(crate) use gc::collect_garbage;
 pub(crate) use surroundings::Surroundings;
 
 mod addresses;
+mod clock;
 mod gc;
 mod netns_watcher;
 mod surroundings;
 #[cfg(test)]
 mod tests;
-
-/// The wall clock.
-pub(crate) struct WallClock;
 
 /// The provider, decorated.
 pub(crate) struct ProviderCloud(pub Arc<dyn Provider>);
@@ -71,6 +70,7 @@ pub(crate) struct NodeNetwork {
 
 /// Tickets and certificates, and the endpoints at which guests reach the node.
 pub(crate) struct NodeIdentity {
+    pub clock: NodeClock,
     pub trust: SharedTrust,
     pub addresses: GuestAddresses,
     pub relay: RelayClient,
@@ -83,6 +83,7 @@ pub(crate) struct NodeIdentity {
 
 /// The cluster, and the access to images that it grants.
 pub(crate) struct NodeCluster {
+    pub clock: NodeClock,
     /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
     pub cluster: Option<(Cluster, About)>,
     pub registries: Registries,
@@ -239,13 +240,6 @@ impl From<NetError> for NetworkError {
             other => other.is_gone(),
         };
         NetworkError { text: error.to_string(), permanent }
-    }
-}
-
-impl Clock for WallClock {
-    fn now_ms(&self) -> u64 {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     }
 }
 
@@ -454,7 +448,7 @@ impl PodNetwork for NodeNetwork {
 #[async_trait]
 impl Identity for NodeIdentity {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        Ticket::new(SystemTime::now(), ttl).map_err(|error| error.to_string())
+        Ticket::new(self.clock.now(), ttl).map_err(|error| error.to_string())
     }
 
     async fn settled(&self) {
@@ -489,7 +483,7 @@ impl NodeCluster {
     /// Returns the Kubernetes view of this record, and the client that writes it.
     fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
         let (cluster, about) = self.cluster.as_ref()?;
-        Some((cluster, Shown::of(record, about, WallClock.now_ms())?))
+        Some((cluster, Shown::of(record, about, self.clock.now_ms())?))
     }
 }
 

@@ -123,7 +123,8 @@ pub(crate) struct PodEvent {
 }
 
 pub(crate) trait Clock: Send + Sync + 'static {
-    /// Returns the milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
+    /// Returns the milliseconds since 1970, for records; a step of the wall clock does not change them. (Waits use
+    /// tokio's clock, which tests stop.)
     fn now_ms(&self) -> u64;
 }
 

@@ -14,7 +14,7 @@ pub struct Ticket {
     /// 32 hex digits; not secret, it identifies the ticket in logs.
     pub id: String,
     pub(crate) secret: TicketSecret,
-    /// Expiry by the node's wall clock; in JSON milliseconds since 1970.
+    /// Expiry by the node's clock for records; in JSON milliseconds since 1970.
     #[serde(rename = "expires_ms", with = "millis")]
     pub expires: SystemTime,
 }
