@@ -10,6 +10,9 @@
 //! file system is whole. Without it and never mounted, or without any known signature, it is made again. A note beside
 //! another signature never causes a new file system.
 //!
+//! A disk may have grown after a maker was killed. The note stays in its place, and the size in the superblock leads to
+//! it.
+//!
 //! The MiB is not lost: growing the file system takes it.
 
 use std::fs::{File, OpenOptions};
@@ -45,24 +48,21 @@ pub(super) async fn filesystem(
     wanted: Option<&str>,
     read_only: bool,
 ) -> Result<String, Fault> {
-    let (node, size, note) = (disk.node.clone(), disk.size, note(id, disk.size));
-    let looked = blocking(move || {
-        let content = content::inspect(&node, size)?;
-        let noted = size > 2 * TAIL && read_note(&node, size)? == note;
-        io::Result::Ok((content, noted))
-    });
+    let (node, size, volume) = (disk.node.clone(), disk.size, id.clone());
+    let looked =
+        blocking(move || io::Result::Ok((content::inspect(&node, size)?, notes(&node, size, &volume)?)));
     let failed = |error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
-    let (content, noted) = looked.await.map_err(failed)?;
+    let (content, notes) = looked.await.map_err(failed)?;
     match content {
-        Content::Is(found) if !found.unfinished || !noted => {
+        Content::Is(found) if !found.unfinished || notes.is_empty() => {
             check(found.name, wanted)?;
-            if noted && !read_only {
-                clear_note(disk).await?;
+            for size in notes.into_iter().filter(|_| !read_only) {
+                clear_note(disk, size).await?;
             }
             return Ok(found.name.to_owned());
         }
         // The note itself is in the last MiB.
-        Content::Unknown if !noted => {
+        Content::Unknown if notes.is_empty() => {
             let text = "the disk has no known file system, and is not empty: it is not formatted over. Format it by \
                         hand, or clear its first and last MiB if its content is not needed";
             return Err(Fault::never(text.into()));
@@ -74,7 +74,7 @@ pub(super) async fn filesystem(
         _ => {}
     }
     let kind = wanted.unwrap_or("ext4");
-    make_one(disk, id, kind).await?;
+    make_one(disk, id, kind, &notes).await?;
     Ok(kind.to_owned())
 }
 
@@ -92,7 +92,8 @@ fn check(found: &str, wanted: Option<&str>) -> Result<(), Fault> {
     }
 }
 
-async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
+/// Makes the file system. `notes`: the sizes of the disk of which it has notes.
+async fn make_one(disk: &Disk, id: &VolumeId, kind: &str, notes: &[u64]) -> Result<(), Fault> {
     if disk.size <= 2 * TAIL {
         return Err(Fault::never(format!("the disk has {} bytes: too few for a file system", disk.size)));
     }
@@ -113,9 +114,12 @@ async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
     }
     let program = find_program(program)?;
     tracing::info!(disk = node, volume = %id, kind, "the disk is empty: making its file system");
-    write_note(disk, note(id, disk.size)).await?;
+    write_note(disk, disk.size, note(id, disk.size)).await?;
+    for earlier in notes.iter().filter(|size| **size != disk.size) {
+        clear_note(disk, *earlier).await?;
+    }
     run(&program, &arguments, MAKE).await?;
-    clear_note(disk).await
+    clear_note(disk, disk.size).await
 }
 
 /// Runs a program to its end; its error output is the error.
@@ -156,19 +160,36 @@ fn note(id: &VolumeId, size: u64) -> Vec<u8> {
     note
 }
 
+/// Returns the sizes of the disk of which it has notes: its size now, and the one from before it grew.
+fn notes(node: &Path, size: u64, id: &VolumeId) -> io::Result<Vec<u64>> {
+    let mut noted = Vec::new();
+    if size <= 2 * TAIL {
+        return Ok(noted);
+    }
+    // A file system is a whole number of blocks, a disk one of sectors.
+    let made = content::filesystem_bytes(node)?.into_iter();
+    let before = made.flat_map(|bytes| (0..4096 / 512).map(move |n| bytes.saturating_add(TAIL + n * 512)));
+    for then in before.filter(|then| *then < size).chain([size]) {
+        if read_note(node, then)? == note(id, then) {
+            noted.push(then);
+        }
+    }
+    Ok(noted)
+}
+
 fn read_note(node: &Path, size: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; NOTE];
     File::open(node)?.read_exact_at(&mut bytes, size - NOTE_FROM_END)?;
     Ok(bytes)
 }
 
-async fn clear_note(disk: &Disk) -> Result<(), Fault> {
-    write_note(disk, vec![0; NOTE]).await
+async fn clear_note(disk: &Disk, size: u64) -> Result<(), Fault> {
+    write_note(disk, size, vec![0; NOTE]).await
 }
 
-/// Writes the note. When this returns, it is on the disk, with all earlier writes.
-async fn write_note(disk: &Disk, content: Vec<u8>) -> Result<(), Fault> {
-    let (node, at) = (disk.node.clone(), disk.size - NOTE_FROM_END);
+/// Writes the note of this size. When this returns, it is on the disk, with all earlier writes.
+async fn write_note(disk: &Disk, size: u64, content: Vec<u8>) -> Result<(), Fault> {
+    let (node, at) = (disk.node.clone(), size - NOTE_FROM_END);
     let written = blocking(move || {
         let file = OpenOptions::new().write(true).open(node)?;
         file.sync_all()?;
@@ -231,12 +252,12 @@ mod tests {
         let dir = TempDir::new();
         let disk = disk(&dir);
         // Killed after the first bytes.
-        write_note(&disk, note(&id(), SIZE)).await.unwrap();
+        write_note(&disk, SIZE, note(&id(), SIZE)).await.unwrap();
         let file = OpenOptions::new().write(true).open(&disk.node).unwrap();
         file.write_all_at(&[7; 5000], 200_000).unwrap();
         assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
         // Killed between the last byte and the clearing of the note: nothing is made again.
-        write_note(&disk, note(&id(), SIZE)).await.unwrap();
+        write_note(&disk, SIZE, note(&id(), SIZE)).await.unwrap();
         let before = std::fs::read(&disk.node).unwrap();
         assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
         let after = std::fs::read(&disk.node).unwrap();
@@ -248,7 +269,7 @@ mod tests {
             half[1024 + 58] = 0;
             std::fs::write(&disk.node, &half).unwrap();
             if noted {
-                write_note(&disk, note(&id(), SIZE)).await.unwrap();
+                write_note(&disk, SIZE, note(&id(), SIZE)).await.unwrap();
             }
             filesystem(&disk, &id(), None, false).await.unwrap();
             let now = std::fs::read(&disk.node).unwrap();
@@ -256,7 +277,33 @@ mod tests {
         }
         // The note of another volume does not count.
         let other = super::super::tests::zeros(&dir, SIZE);
-        write_note(&other, note(&VolumeId::of("d", "other"), SIZE)).await.unwrap();
+        write_note(&other, SIZE, note(&VolumeId::of("d", "other"), SIZE)).await.unwrap();
         assert!(filesystem(&other, &id(), None, false).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_grew_after_a_killed_mkfs_is_handled_like_one_that_did_not() {
+        let dir = TempDir::new();
+        // Not a whole number of the file system's blocks.
+        let (then, now) = (SIZE - 512, SIZE + (16 << 20));
+        let disk = Disk { size: then, ..disk(&dir) };
+        for (unfinished, noted) in [(true, true), (true, false), (false, true)] {
+            File::create(&disk.node).unwrap().set_len(then).unwrap();
+            filesystem(&disk, &id(), None, false).await.unwrap();
+            let file = OpenOptions::new().write(true).open(&disk.node).unwrap();
+            if unfinished {
+                file.write_all_at(&[0], 1024 + 58).unwrap();
+            }
+            if noted {
+                write_note(&disk, then, note(&id(), then)).await.unwrap();
+            }
+            file.set_len(now).unwrap();
+            let grown = Disk { size: now, name: disk.name.clone(), node: disk.node.clone() };
+            assert_eq!(filesystem(&grown, &id(), None, false).await.unwrap(), "ext4");
+            let made_again = content::filesystem_bytes(&disk.node).unwrap() == Some(now - TAIL);
+            assert_eq!(made_again, unfinished && noted, "unfinished: {unfinished}, noted: {noted}");
+            assert!(read_note(&disk.node, then).unwrap() != note(&id(), then), "the note is cleared");
+            assert_eq!(notes(&disk.node, now, &id()).unwrap(), [0; 0]);
+        }
     }
 }
