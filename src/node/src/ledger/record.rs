@@ -122,6 +122,9 @@ pub struct RecordEnd {
     pub failed: bool,
     /// When it became a tombstone, ms since 1970.
     pub gone_ms: Option<u64>,
+    /// Whether the guest is not asked to flush any more: its VM had ended before.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub flush_over: bool,
 }
 
 /// A network namespace: a path may later name another one, and so may the inode after a reboot.
@@ -204,6 +207,7 @@ impl Record {
                 cause: Some("stopped before it was created".into()),
                 failed: false,
                 gone_ms: Some(now_ms),
+                flush_over: false,
             },
             stages: Vec::new(),
         }

@@ -390,11 +390,11 @@ impl Task {
 
     fn everything(&self) -> Left {
         // Flushed even if the link seems down: the relay may not have reported yet that it is up.
-        let Record { id, phase, assigned, volumes, netns, network, .. } = &self.record;
+        let Record { id, phase, assigned, volumes, netns, network, end, .. } = &self.record;
         let vm = phase.vm();
         Left {
             id: id.clone(),
-            flush: assigned.session.is_some().then_some(self.settings.flush_timeout),
+            flush: (assigned.session.is_some() && !end.flush_over).then_some(self.settings.flush_timeout),
             relay: true,
             vm: vm.cloned(),
             volumes: volumes.as_ref().map(|volumes| Release { uid: volumes.uid.clone(), vm: vm.cloned() }),

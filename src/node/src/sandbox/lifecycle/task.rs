@@ -367,6 +367,8 @@ impl Task {
         let how = if why.is_some() { "has ended" } else { "is gone" };
         let why = why.as_deref().unwrap_or("the provider no longer has it, and its guest does not answer");
         let cause = self.cause_of_end(vm, why, format!("its VM {vm} {how}: {why}")).await;
+        // Recorded with the failure: no guest is left that could write anything back.
+        self.record.end.flush_over = true;
         self.fail("vm", cause).await?;
         Ok(true)
     }

@@ -4,13 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use peerpod_provider_api::{EventKind, ProviderEvent};
 use peerpod_volume::descriptor::VERSION;
 use peerpod_volume::{GuestVolume, Mode, Source, VolumeId};
+use tokio::time::Instant;
 
 use super::node::*;
 use super::world::*;
 use crate::sandbox::ports::CloudError;
 use crate::volumes::{PodVolume, PodVolumes};
+
+const SECOND: Duration = Duration::from_secs(1);
 
 /// Returns a world in which every pod has one share.
 fn world() -> Arc<World> {
@@ -67,4 +71,28 @@ async fn a_vm_of_an_earlier_process_is_deleted_when_its_pod_has_lost_its_volumes
     node.until("it is gone", |node| node.phase("a") == "gone").await;
     assert_eq!((world.vms(), world.made()), (0, 1));
     node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_has_ended_is_not_asked_to_flush() {
+    for has_volume in [false, true] {
+        let (world, dir) = (world(), Dir::new());
+        if !has_volume {
+            *world.volumes.lock().unwrap() = None;
+        }
+        *world.flush_takes.lock().unwrap() = 100_000 * SECOND;
+        let node = Node::start(&world, &dir).await;
+        node.run("a").await;
+        world.guests_stay_away.store(true, Ordering::Relaxed);
+        // Its link still seems to be up.
+        let vm = world.state().vms.pop_first().unwrap().0;
+        let began = Instant::now();
+        let kind = EventKind::Ended { reason: "destroyed".into() };
+        world.events.send(ProviderEvent { id: vm, kind }).unwrap();
+        node.until("the shim's connections close", |_| world.state().relay.is_empty()).await;
+        assert!(began.elapsed() < Duration::from_millis(1500), "{:?}", began.elapsed());
+        node.until("gone", |node| node.phase("a") == "gone").await;
+        assert_eq!(world.state().flushed, [""; 0]);
+        node.kill().await;
+    }
 }

@@ -149,6 +149,7 @@ pub(super) struct World {
     pub announce_takes: Mutex<Duration>,
     /// Volumes of every pod.
     pub volumes: Mutex<Option<PodVolumes>>,
+    pub flush_takes: Mutex<Duration>,
     pub expect_fails: Mutex<Option<CloudError>>,
     pub console_takes: Mutex<Duration>,
     pub console: Mutex<String>,
@@ -253,6 +254,7 @@ impl World {
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
             volumes: Mutex::default(),
+            flush_takes: Mutex::default(),
             expect_fails: Mutex::default(),
             console_takes: Mutex::default(),
             console: Mutex::new("kernel panic".into()),
@@ -1014,10 +1016,14 @@ impl Relay for Fake {
         if self.world.fault().is_some() || !self.world.state().links.contains_key(id.as_str()) {
             return Err("the guest is not connected".into());
         }
-        let mut state = self.world.state();
         if request.has_flush() {
-            state.flushed.push(id.to_string());
-        } else if request.has_rotate() {
+            self.world.state().flushed.push(id.to_string());
+            let takes = *self.world.flush_takes.lock().unwrap();
+            tokio::time::sleep(takes).await;
+            return Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() });
+        }
+        let mut state = self.world.state();
+        if request.has_rotate() {
             let gets = request.rotate().certificates.first().map(|leaf| Sha256::digest(leaf).to_vec());
             state.rotated.push((id.to_string(), gets.is_some()));
             let put = &state.relay[id.as_str()];
