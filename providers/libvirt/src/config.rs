@@ -49,6 +49,8 @@ pub struct LibvirtConfig {
     pub hotplug_ports: u32,
     /// Longest wait for one answer of libvirtd.
     pub call_timeout: Duration,
+    /// Longest wait for a VM with volumes to shut down before its power is cut.
+    pub shutdown_timeout: Duration,
 }
 
 /// Network or bridge that a NIC is attached to.
@@ -136,6 +138,8 @@ pub enum UserData {
 const MACHINE: &str = "q35";
 /// Number of disks that can be attached to a running VM. A machine has room for 24.
 const HOTPLUG_PORTS: u32 = 8;
+/// Longest wait for a VM with volumes to shut down: a guest's last flush may take 30 s.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(45);
 /// Longest wait for one answer of libvirtd.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -178,6 +182,7 @@ impl LibvirtConfig {
             rbd: rbd(section),
             hotplug_ports: section.constant("hotplug-ports", "HOTPLUG_PORTS", HOTPLUG_PORTS),
             call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
+            shutdown_timeout: section.constant("shutdown-timeout", "SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT),
         }
     }
 }

@@ -34,6 +34,11 @@ pub(crate) fn serial(volume: &str) -> String {
     format!("pp{}", hex::encode(&Sha256::digest(volume.as_bytes())[..9]))
 }
 
+/// Whether a disk with this serial is a volume; the VM's own disks have other serials.
+pub(crate) fn is_volume(serial: &str) -> bool {
+    serial.len() == 20 && serial.starts_with("pp")
+}
+
 /// Parses a volume's name. An error names the correct form.
 pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<DiskSource, String> {
     if volume.is_empty() || volume.len() > 1024 || volume.chars().any(char::is_control) {

@@ -1,16 +1,23 @@
 //! Deletes VMs: ends the VM, removes its files and its address, and last the domain, by which all of them are found.
 
+use std::time::Duration;
+
 use peerpod_provider_api::Error;
+use tokio::sync::broadcast;
+use tokio::time::{Instant, timeout};
 
 use crate::Shared;
 use crate::create::FILES;
 use crate::kind::is_young_trial;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, RpcError, code, unless_absent};
+use crate::rpc::{Connection, DomainEvent, RpcError, code, unless_absent};
+use crate::volumes::Disks;
 
 /// Number of older pieces that virtlogd keeps of a growing console.
 const OLDER: usize = 3;
+/// Interval of the checks whether a VM has shut down, beside libvirtd's events.
+const LOOK: Duration = Duration::from_secs(2);
 
 impl Shared {
     pub(crate) async fn delete(&self, uuid: &Uuid) -> Result<(), Error> {
@@ -28,12 +35,39 @@ impl Shared {
             return Ok(());
         }
         self.leaving(&domain);
+        self.shut_down(libvirt, &domain).await?;
         self.end(libvirt, &domain).await?;
         if let Some(pool) = self.pool(libvirt).await? {
             self.remove_files(libvirt, &pool, &domain.name).await?;
         }
         let gone = unless_absent(self.release(libvirt, &domain).await)?.is_none();
         if gone { Ok(()) } else { unless_absent(libvirt.undefine(&domain).await).map(drop) }
+    }
+
+    /// Presses the power button of a VM with a volume, and waits until the VM has ended, for a bounded time: its guest
+    /// may have data that is not written back, and a link to the node is not needed for that.
+    async fn shut_down(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+        let mut events = libvirt.events();
+        let Some(state) = unless_absent(libvirt.state(domain).await)? else { return Ok(()) };
+        let disks = unless_absent(Disks::of(libvirt, domain).await)?;
+        if state.is_off() || !disks.is_some_and(|disks| disks.have_a_written_volume()) {
+            return Ok(());
+        }
+        if let Err(error) = libvirt.shut_down(domain).await {
+            tracing::warn!(vm = domain.name, %error, "cannot shut a VM with volumes down; its power is cut");
+            return Ok(());
+        }
+        let deadline = Instant::now() + self.config.shutdown_timeout;
+        while Instant::now() < deadline {
+            // After any event of the VM, the next check shows the state.
+            drop(timeout(LOOK.min(self.config.shutdown_timeout), changed(&mut events, domain)).await);
+            if unless_absent(libvirt.state(domain).await)?.is_none_or(|state| state.is_off()) {
+                return Ok(());
+            }
+        }
+        let waited = self.config.shutdown_timeout;
+        tracing::warn!(vm = domain.name, ?waited, "a VM with volumes does not shut down; its power is cut");
+        Ok(())
     }
 
     async fn end(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
@@ -94,5 +128,16 @@ impl Shared {
             removed += 1;
         }
         Ok(removed)
+    }
+}
+
+/// Waits for an event of the domain's life.
+async fn changed(events: &mut broadcast::Receiver<DomainEvent>, domain: &Domain) {
+    loop {
+        match events.recv().await {
+            Ok(DomainEvent::Lifecycle { domain: of, .. }) if of.uuid == domain.uuid => return,
+            Err(broadcast::error::RecvError::Closed) => std::future::pending().await,
+            _ => {}
+        }
     }
 }

@@ -151,18 +151,19 @@ async fn removed(events: &mut broadcast::Receiver<DomainEvent>, domain: &Domain,
 }
 
 /// Disks that a domain has now.
-struct Disks(Vec<Plugged>);
+pub(crate) struct Disks(Vec<Plugged>);
 
 struct Plugged {
     serial: String,
     target: String,
     alias: String,
+    is_read_only: bool,
     /// Element as libvirt writes it.
     xml: String,
 }
 
 impl Disks {
-    async fn of(libvirt: &Connection, domain: &Domain) -> Result<Disks, RpcError> {
+    pub(crate) async fn of(libvirt: &Connection, domain: &Domain) -> Result<Disks, RpcError> {
         Ok(Disks::read(&libvirt.domain_xml(domain).await?))
     }
 
@@ -177,9 +178,15 @@ impl Disks {
             let target =
                 child("target").and_then(|node| node.attribute("dev")).unwrap_or_default().to_owned();
             let alias = child("alias").and_then(|node| node.attribute("name")).unwrap_or_default().to_owned();
-            Plugged { serial, target, alias, xml: xml.get(disk.range()).unwrap_or_default().to_owned() }
+            let xml = xml.get(disk.range()).unwrap_or_default().to_owned();
+            Plugged { serial, target, alias, is_read_only: child("readonly").is_some(), xml }
         };
         Disks(disks.map(read).collect())
+    }
+
+    /// Whether the guest may write to a volume.
+    pub(crate) fn have_a_written_volume(&self) -> bool {
+        self.0.iter().any(|disk| !disk.is_read_only && disks::is_volume(&disk.serial))
     }
 
     fn target_of(&self, serial: &str) -> Option<&str> {
@@ -211,5 +218,14 @@ mod tests {
         assert_eq!(disks.free().as_deref(), Some("vdb"));
         assert!(disks.0[0].xml.starts_with("<disk type='file'>") && disks.0[0].xml.ends_with("</disk>"));
         assert_eq!(Disks::read("<").0.len(), 0);
+        for (serial, rest, written) in [
+            (disks::serial("v"), "", true),
+            (disks::serial("v"), "<readonly/>", false),
+            ("s1".to_owned(), "", false),
+        ] {
+            let xml =
+                format!("<domain><devices><disk><serial>{serial}</serial>{rest}</disk></devices></domain>");
+            assert_eq!(Disks::read(&xml).have_a_written_volume(), written, "{xml}");
+        }
     }
 }

@@ -203,6 +203,8 @@ calls! {
     /// Starts a domain that is removed when it ends, or when this connection closes.
     DOMAIN_CREATE_XML = 10: run_once(xml: &str) -> Domain = (xml, AUTODESTROY);
     DOMAIN_CREATE = 196: start_domain(domain: &Domain) -> Domain = (domain, 0);
+    /// Presses the domain's power button.
+    DOMAIN_SHUTDOWN = 33: shut_down(domain: &Domain) -> () = domain;
     /// Ends the domain at once.
     DOMAIN_DESTROY = 12: destroy(domain: &Domain) -> () = domain;
     DOMAIN_GET_STATE = 212: state(domain: &Domain) -> DomainState = (domain, 0);

@@ -317,6 +317,51 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     assert!(place.libvirtd.domains().unwrap().is_empty());
 }
 
+/// Returns libvirtd's reason for the end of the only VM that has run.
+fn end_of_vm(place: &Place) -> String {
+    let folder = place.world.folder().join("libvirt/log/qemu");
+    let log = fs::read_dir(folder).unwrap().next().unwrap().unwrap().path();
+    let text = fs::read_to_string(&log).unwrap();
+    fs::remove_file(log).unwrap();
+    text.rsplit_once("shutting down, reason=").unwrap().1.trim().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_with_a_writable_volume_is_shut_down_before_its_power_is_cut() {
+    let place = Place::new();
+    fs::write(&place.image, common::button()).unwrap();
+    let files = place.world.folder().join("disks");
+    fs::create_dir(&files).unwrap();
+    let file = files.join("a.raw");
+    fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+    let disk = DiskRequest { volume: file.display().to_string(), ..DiskRequest::default() };
+    let folder = files.display().to_string();
+    let settings = [("volume-dirs", &*folder), ("shutdown-timeout", "60s")];
+    let provider = place.provider_with(&settings);
+    let read_only = DiskRequest { read_only: true, ..disk.clone() };
+    for (number, disks, end) in
+        [(1, vec![disk.clone()], "shutdown"), (2, vec![read_only], "destroyed"), (3, vec![], "destroyed")]
+    {
+        let made = provider.create(&CreateRequest { disks, ..request("vm") }, &key(number)).await.unwrap();
+        let watches = eventually("the VM watches its button", PATIENCE, async || {
+            let console =
+                provider.extensions().console.unwrap().tail(&made.id, 4096).await.unwrap_or_default();
+            console.contains(&common::WATCHES).then_some(())
+        });
+        watches.await.unwrap();
+        provider.delete(&made.id).await.unwrap();
+        assert_eq!(end_of_vm(&place), end, "{number}");
+    }
+    // A VM that ignores the button is ended all the same.
+    fs::write(&place.image, common::halt()).unwrap();
+    let provider = place.provider_with(&[settings[0]]);
+    let request = CreateRequest { disks: vec![disk], ..request("vm") };
+    let made = provider.create(&request, &key(4)).await.unwrap();
+    provider.delete(&made.id).await.unwrap();
+    assert_eq!(end_of_vm(&place), "destroyed");
+    place.assert_clean();
+}
+
 /// Line that the node prints for each VM.
 const STARTED: &str = "a VM was started";
 

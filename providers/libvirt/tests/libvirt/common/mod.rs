@@ -44,6 +44,8 @@ impl Place {
             // A trial of KVM in every test would show nothing new.
             ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
+            // Halted machines do not shut down.
+            ("shutdown-timeout", "1s".to_owned()),
             // libvirtd changes a network for one caller after the other. The last one waits long on a busy machine.
             ("call-timeout", "120s".to_owned()),
         ]
@@ -133,6 +135,25 @@ pub fn halt() -> Vec<u8> {
     disk[510..512].copy_from_slice(&[0x55, 0xaa]);
     disk
 }
+
+/// Returns a disk with a boot sector that waits for the power button, and then switches the machine off. It writes
+/// [`WATCHES`] to the console first.
+pub fn button() -> Vec<u8> {
+    let program: [&[u8]; 6] = [
+        &[0xfa],                                                 // cli
+        &[0xba, 0x02, 0x06, 0xb8, 0x00, 0x01, 0xef], // out 0x602, 0x100: enables the button's event
+        &[0xba, 0xf8, 0x03, 0xb0, WATCHES, 0xee],    // out 0x3f8, WATCHES
+        &[0xba, 0x00, 0x06, 0xed, 0xf6, 0xc4, 0x01, 0x74, 0xfa], // in 0x600, until it has the event's bit
+        &[0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef], // out 0x604, 0x2000: power off
+        &[0xf4, 0xeb, 0xfd],                         // hlt, jmp back
+    ];
+    let (program, mut disk) = (program.concat(), halt());
+    disk[..program.len()].copy_from_slice(&program);
+    disk
+}
+
+/// Byte on the console of a machine that watches its power button.
+pub const WATCHES: u8 = b'W';
 
 pub fn request(name: &str) -> CreateRequest {
     CreateRequest {
