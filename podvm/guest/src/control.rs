@@ -3,16 +3,19 @@
 //! Each request is handled in a task of its own, so that a Flush never waits behind a kata-agent that does not start.
 //! Work that must not run twice at a time holds its own lock.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 use peerpod_link::endpoint::EndpointHandle;
 use peerpod_proto::guest::request::Body;
-use peerpod_proto::guest::{Reply, Request, Rotate, VolumeFill};
+use peerpod_proto::guest::{self, Reply, Request, Rotate, VolumeFill};
 use protobuf::Message;
 use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::time::sleep;
 
 use crate::agent::Agent;
 use crate::identity::Identity;
@@ -23,6 +26,8 @@ use crate::{assignment, power};
 
 /// Limit of requests in flight; the node sends one at a time, and repeats unanswered ones.
 const AT_ONCE: usize = 16;
+/// Interval of the reports of a flush's progress: the node gives up on a flush without progress.
+const PROGRESS: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
     pub(crate) identity: Arc<Mutex<Identity>>,
@@ -40,7 +45,7 @@ impl Control {
             let Ok(slot) = slots.clone().acquire_owned().await else { return };
             let (control, handle) = (self.clone(), handle.clone());
             tokio::spawn(async move {
-                if let Some(reply) = control.answer(&message).await {
+                if let Some(reply) = control.answer(&message, &handle).await {
                     send(&handle, &reply);
                 }
                 drop(slot);
@@ -48,7 +53,7 @@ impl Control {
         }
     }
 
-    async fn answer(&self, message: &[u8]) -> Option<Reply> {
+    async fn answer(&self, message: &[u8], handle: &EndpointHandle) -> Option<Reply> {
         let request = Request::parse_from_bytes(message);
         let request = request.inspect_err(|error| {
             tracing::warn!(%error, bytes = message.len(), "dropped a control message that cannot be read");
@@ -60,7 +65,7 @@ impl Control {
                 let ours = self.identity.lock().sandbox_id().to_owned();
                 self.person.personalise(&ours, plan).await.map_err(|error| error.to_string())
             }
-            Some(Body::Flush(_)) => self.flush().await,
+            Some(Body::Flush(_)) => self.flush_and_report(handle).await,
             Some(Body::Rotate(rotate)) => {
                 self.rotate(&rotate).map(|csr| reply.csr = csr).map_err(|error| format!("{error:#}"))
             }
@@ -78,6 +83,19 @@ impl Control {
         }
         reply.status = Some(self.status.report()).into();
         Some(reply)
+    }
+
+    /// Flushes, and reports its progress to the node meanwhile.
+    async fn flush_and_report(&self, handle: &EndpointHandle) -> Result<(), String> {
+        let mut flush = pin!(self.flush());
+        loop {
+            tokio::select! {
+                done = &mut flush => return done,
+                () = sleep(PROGRESS) => {}
+            }
+            let status = guest::Status { unwritten_bytes: power::unwritten(), ..self.status.report() };
+            send(handle, &Reply { status: Some(status).into(), ..Reply::default() });
+        }
     }
 
     /// Writes volumes back and unmounts them.

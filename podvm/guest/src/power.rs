@@ -157,6 +157,19 @@ pub(crate) fn flush() -> Vec<String> {
     problems
 }
 
+/// Returns the number of bytes that the kernel has not written back yet; `None` if the kernel is the host's.
+pub(crate) fn unwritten() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let bytes = bytes_of("Dirty", &meminfo)? + bytes_of("Writeback", &meminfo)?;
+    status::in_first_pid_namespace().then_some(bytes)
+}
+
+/// Returns a figure of /proc/meminfo, in bytes.
+fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
 /// Runs work that may hang for ever, and waits for it for at most `limit`. `None`: it goes on, on a detached thread.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
@@ -324,6 +337,14 @@ mod tests {
         timeout(MS(10_000), again.expired()).await.unwrap();
         std::fs::write(dir.path().join(FILE), "junk").unwrap();
         assert_eq!(Lease::load(dir.path()).inner.lock().length, FIRST_LEASE);
+    }
+
+    #[test]
+    fn figures_of_the_kernel_are_read() {
+        let meminfo = "MemTotal:  2048 kB\nDirty:    12 kB\nWriteback:   4 kB\nWritebackTmp:  8 kB\nX: 1\n";
+        let read = |name| bytes_of(name, meminfo);
+        assert_eq!((read("Dirty"), read("Writeback"), read("X")), (Some(12 << 10), Some(4 << 10), None));
+        assert!(bytes_of("Dirty", &std::fs::read_to_string("/proc/meminfo").unwrap()).is_some());
     }
 
     #[test]

@@ -107,6 +107,11 @@ impl PodVolumes {
         !self.volumes.iter().any(PodVolume::is_missing)
     }
 
+    /// Whether a VM may write to one of them.
+    pub(crate) fn is_written(&self) -> bool {
+        self.volumes.iter().any(|one| !one.volume.read_only)
+    }
+
     pub(crate) fn disks(&self) -> Vec<DiskRequest> {
         self.volumes.iter().filter_map(PodVolume::disk).collect()
     }

@@ -24,15 +24,18 @@ fn clean(node: &Node) {
 async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let node = Node::start_in_machines().await;
     let (full, empty, raw) = (node.disk("full", 64), node.disk("empty", 1024), node.disk("raw", 16));
+    // Data in MiB that is written to a disk, and the disk's speed in MiB/s.
+    let (late, speed) = if long() { (4096, 50) } else { (48, 6) };
+    let slow = node.disk("slow", 2 * late);
     let files = node.world.folder().join("files");
     fs::create_dir_all(&files).unwrap();
     fs::write(files.join("hello"), "from the disk\n").unwrap();
     run("mke2fs", &["-q", "-F", "-t", "ext4", "-d", files.to_str().unwrap(), full.file.to_str().unwrap()]);
     raw.write(0, b"from outside");
-    let volumes = vec![empty.volume(), raw.volume().block(), full.volume().fs("ext4")];
+    let volumes = vec![empty.volume(), raw.volume().block(), full.volume().fs("ext4"), slow.volume()];
     let first = node.run(node.pod("data-0", volumes)).await;
     // Mounted in another order than they were named and attached in.
-    first.create("main", &[at(2, "/full"), at(0, "/empty")]).await;
+    first.create("main", &[at(2, "/full"), at(0, "/empty"), at(3, "/slow")]).await;
     let seen = first.shell("main", "cat /full/hello; ls /empty; grep -c ' /empty ext4 ' /proc/mounts").await;
     assert_eq!(seen, "from the disk\nlost+found\n1\n");
     let fill = "dd if=/dev/urandom of=/empty/file bs=1M count=8 2>/dev/null; sync; sha256sum < /empty/file";
@@ -56,20 +59,37 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let after = volumes.stats(context(), &ask).await.unwrap();
     assert!(after.total_bytes > before.total_bytes * 9 / 5, "{before:?} {after:?}");
     assert!(mebibytes(&first, "/empty").await > 1800);
+    // The pod ends before its data is on the disk.
+    limit_writes(&node, &slow, speed);
+    let fill =
+        format!("dd if=/dev/urandom of=/slow/file bs=1M count={late} 2>/dev/null; sha256sum < /slow/file");
+    let late_sum = first.shell("main", &fill).await;
     node.stop(first).await;
     clean(&node);
 
     // Another machine has the disks in another order, and finds the data. One disk was enlarged in between.
     full.write(128 << 20, b"\0");
-    let volumes = vec![raw.volume().block(), full.volume(), empty.volume()];
+    let volumes = vec![raw.volume().block(), slow.volume(), full.volume(), empty.volume()];
     let second = node.run(node.pod("data-0", volumes)).await;
-    second.create("main", &[at(1, "/full"), at(2, "/empty")]).await;
+    second.create("main", &[at(2, "/full"), at(3, "/empty"), at(1, "/slow")]).await;
+    assert_eq!(second.shell("main", "sha256sum < /slow/file").await, late_sum, "nothing is lost");
     assert_eq!(second.shell("main", "sha256sum < /empty/file").await, sum);
     assert_eq!(second.shell("main", "cat /full/hello").await, "from the disk\n");
     assert!(mebibytes(&second, "/full").await > 100);
     node.stop(second).await;
     assert_eq!(&raw.read()[..12], b"from outside");
     clean(&node);
+}
+
+/// Limits the speed of the only machine's writes to a disk.
+fn limit_writes(node: &Node, disk: &Disk, mib_per_second: u64) {
+    let libvirtd = &node.machines.as_ref().unwrap().libvirtd;
+    let domain = libvirtd.domains().unwrap().remove(0);
+    let disks = libvirtd.virsh(&["domblklist", &domain]).unwrap();
+    let line = disks.lines().find(|line| line.ends_with(&disk.source)).unwrap();
+    let target = line.split_whitespace().next().unwrap();
+    let speed = (mib_per_second << 20).to_string();
+    libvirtd.virsh(&["blkdeviotune", &domain, target, "--live", "--write-bytes-sec", &speed]).unwrap();
 }
 
 /// Returns the size of a file system, as seen from its container.

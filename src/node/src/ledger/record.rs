@@ -122,7 +122,7 @@ pub struct RecordEnd {
     pub failed: bool,
     /// When it became a tombstone, ms since 1970.
     pub gone_ms: Option<u64>,
-    /// Whether the guest is not asked to flush any more: its VM had ended before.
+    /// Whether the guest is not asked to flush any more: it was, or its VM had ended before.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub flush_over: bool,
 }

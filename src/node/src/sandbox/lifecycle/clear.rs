@@ -1,15 +1,14 @@
 //! Removes everything that was made for a sandbox: flush → relay → VM → volumes → network. Each step is retried until
-//! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM.
+//! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM. The flush is tried once.
 
 use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
-use peerpod_proto::guest::{Flush, Request};
 use peerpod_provider_api::InstanceId;
 
 use crate::ledger::{NetnsRef, Network};
+use crate::sandbox::lifecycle::flush::{self, FlushPlan, Incomplete};
 use crate::sandbox::ports::Ports;
 use crate::spec::SandboxId;
 
@@ -17,8 +16,7 @@ use crate::spec::SandboxId;
 #[derive(Clone, Debug)]
 pub(crate) struct Left {
     pub id: SandboxId,
-    /// Time limit for the guest to unmount and sync first. Requested once: the VM is deleted in any case.
-    pub flush: Option<Duration>,
+    pub flush: Option<FlushPlan>,
     pub relay: bool,
     pub vm: Option<InstanceId>,
     pub volumes: Option<Release>,
@@ -43,6 +41,10 @@ pub(crate) struct Undo {
 #[derive(Clone, Debug)]
 pub(crate) struct Pass {
     pub(crate) left: Left,
+    /// Whether the flush of the pod's volumes is over.
+    pub(crate) flush_over: bool,
+    /// Reason for which data of the pod's volumes may be lost.
+    pub(crate) unwritten: Option<String>,
     /// Stages reached, in order, with their wall-clock time in ms.
     pub(crate) reached: Vec<(&'static str, u64)>,
     pub(crate) errors: Vec<String>,
@@ -66,14 +68,27 @@ impl Pass {
     }
 }
 
-/// Tries each remaining step once.
+/// Tries each remaining step once, or only the flush of the pod's volumes.
 pub(crate) async fn pass(ports: Arc<Ports>, left: Left) -> Pass {
     let now = || ports.clock.now_ms();
     let id = left.id.clone();
-    let mut pass = Pass { left, reached: Vec::new(), errors: Vec::new() };
-    if let Some(timeout) = pass.left.flush.take() {
-        let flushed = flush(&ports, &id, timeout).await;
-        pass.note("flush", "flushed", now(), flushed);
+    let mut pass = Pass { left, flush_over: false, unwritten: None, reached: Vec::new(), errors: Vec::new() };
+    match (pass.left.flush.take(), &pass.left.vm) {
+        (Some(FlushPlan::Brief(limit)), _) => {
+            let flushed = flush::brief(&ports, &id, limit).await;
+            pass.note("flush", "flushed", now(), flushed);
+        }
+        (Some(FlushPlan::Volumes), Some(vm)) => {
+            let flushed = flush::volumes(&ports, &id, vm).await.map_err(|incomplete| match incomplete {
+                Incomplete::Failed(text) => text,
+                Incomplete::GivenUp(text) => pass.unwritten.insert(text).clone(),
+            });
+            pass.note("flush", "flushed", now(), flushed);
+            // Recorded before the next step: a flush without the relay's state would wait in vain.
+            pass.flush_over = true;
+            return pass;
+        }
+        (Some(FlushPlan::Volumes), None) | (None, _) => {}
     }
     if pass.left.relay {
         let removed = ports.relay.remove(&id).await;
@@ -100,17 +115,4 @@ pub(crate) async fn pass(ports: Arc<Ports>, left: Left) -> Pass {
         }
     }
     pass
-}
-
-/// Makes the guest unmount and sync. The node bounds the wait itself, too: a relay that does not answer must not keep a
-/// VM alive.
-async fn flush(ports: &Ports, id: &SandboxId, timeout: Duration) -> Result<(), String> {
-    let mut request = Request::new();
-    request.set_flush(Flush::new());
-    match tokio::time::timeout(timeout, ports.relay.call(id, request, timeout)).await {
-        Ok(Ok(reply)) if reply.error.is_empty() => Ok(()),
-        Ok(Ok(reply)) => Err(format!("the guest failed: {}", reply.error)),
-        Ok(Err(error)) => Err(error),
-        Err(_) => Err(format!("no answer within {timeout:?}")),
-    }
 }

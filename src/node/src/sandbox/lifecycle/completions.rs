@@ -11,7 +11,7 @@ use tracing::{error, info, warn};
 
 use crate::ledger::{Network, Record};
 use crate::one_line;
-use crate::sandbox::lifecycle::clear::Pass;
+use crate::sandbox::lifecycle::clear::{Left, Pass};
 use crate::sandbox::lifecycle::{Completion, Phase, PhaseEvent, Task, Unapplied, Which, next};
 use crate::sandbox::network::follow::PlannedNetwork;
 use crate::sandbox::ports::{CloudError, NetworkError, Ports, Retry};
@@ -440,6 +440,9 @@ impl Task {
             self.record.reached(stage, *at);
         }
         let failed = pass.errors.join("; ");
+        if pass.flush_over {
+            return self.flushed(pass.left, pass.unwritten, failed).await;
+        }
         self.end.leaving = Some(pass.left.clone());
         self.publish();
         if !pass.left.is_nothing() {
@@ -459,6 +462,28 @@ impl Task {
         let now = self.ports.clock.now_ms();
         self.reached("gone");
         self.apply(PhaseEvent::Cleared, |record| record.write_tombstone(now)).await
+    }
+
+    /// Records that the flush of the pod's volumes is over. The other steps follow.
+    async fn flushed(
+        &mut self,
+        left: Left,
+        unwritten: Option<String>,
+        failed: String,
+    ) -> Result<(), Unapplied> {
+        self.change(|record| record.end.flush_over = true).await?;
+        self.end.leaving = Some(left);
+        if !failed.is_empty() {
+            warn!(error = failed, "the flush of the pod's volumes is not complete");
+        }
+        if let Some(why) = unwritten {
+            let text = format!(
+                "data of the pod's volumes may be lost: the node deletes the VM before it has written everything \
+                 back: {why}"
+            );
+            self.tell("VolumesNotFlushed", text);
+        }
+        Ok(())
     }
 
     /// Notes the error of an operation that may be repeated, and pauses before the next try; `false` for a final error.

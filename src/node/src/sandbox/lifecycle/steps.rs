@@ -13,6 +13,7 @@ use zeroize::Zeroizing;
 use crate::ledger::{Member, Network, Record};
 use crate::sandbox::guest::claims::fingerprints;
 use crate::sandbox::lifecycle::clear::{Left, Release, Undo};
+use crate::sandbox::lifecycle::flush::FlushPlan;
 use crate::sandbox::lifecycle::{Completion, Phase, Task, clear};
 use crate::sandbox::ports::CloudError;
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
@@ -389,12 +390,16 @@ impl Task {
     }
 
     fn everything(&self) -> Left {
-        // Flushed even if the link seems down: the relay may not have reported yet that it is up.
         let Record { id, phase, assigned, volumes, netns, network, end, .. } = &self.record;
         let vm = phase.vm();
+        // Flushed even if the link seems down: the relay may not have reported yet that it is up.
+        let flush = (assigned.session.is_some() && !end.flush_over).then(|| match volumes {
+            Some(volumes) if volumes.is_written() => FlushPlan::Volumes,
+            _ => FlushPlan::Brief(self.settings.flush_timeout),
+        });
         Left {
             id: id.clone(),
-            flush: (assigned.session.is_some() && !end.flush_over).then_some(self.settings.flush_timeout),
+            flush,
             relay: true,
             vm: vm.cloned(),
             volumes: volumes.as_ref().map(|volumes| Release { uid: volumes.uid.clone(), vm: vm.cloned() }),

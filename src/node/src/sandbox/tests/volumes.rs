@@ -7,10 +7,11 @@ use std::time::Duration;
 use peerpod_provider_api::{EventKind, ProviderEvent};
 use peerpod_volume::descriptor::VERSION;
 use peerpod_volume::{GuestVolume, Mode, Source, VolumeId};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::node::*;
 use super::world::*;
+use crate::sandbox::Stop;
 use crate::sandbox::ports::CloudError;
 use crate::volumes::{PodVolume, PodVolumes};
 
@@ -73,6 +74,96 @@ async fn a_vm_of_an_earlier_process_is_deleted_when_its_pod_has_lost_its_volumes
     node.kill().await;
 }
 
+/// Returns the texts of the Events about data that may be lost.
+fn lost(world: &World) -> Vec<String> {
+    let state = world.state();
+    state.said.iter().filter(|said| said.1 == "VolumesNotFlushed").map(|said| said.2.clone()).collect()
+}
+
+/// Runs a pod with a volume that takes `takes` to flush, and stops it.
+async fn stopped(world: &Arc<World>, dir: &Dir, takes: Duration) -> Node {
+    *world.flush_takes.lock().unwrap() = takes;
+    let node = Node::start(world, dir).await;
+    node.run("a").await;
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    assert!(began.elapsed() < SECOND, "StopVM waits for no flush");
+    node
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_waits_while_the_guest_writes_its_volumes_back() {
+    let (world, dir) = (world(), Dir::new());
+    let node = stopped(&world, &dir, 300 * SECOND).await;
+    for left in (1..30).rev() {
+        sleep(10 * SECOND).await;
+        node.fx.has_unwritten("a", left << 20);
+        assert_eq!((world.vms(), world.state().relay.len()), (1, 1), "{left} MiB are left");
+    }
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!((world.vms(), lost(&world)), (0, Vec::new()));
+    assert_eq!(world.state().flushed, ["a"]);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_read_only_volume_delays_no_stop() {
+    let (world, dir) = (world(), Dir::new());
+    world.volumes.lock().unwrap().as_mut().unwrap().volumes[0].volume.read_only = true;
+    let node = stopped(&world, &dir, 300 * SECOND).await;
+    let began = Instant::now();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < 10 * SECOND, "{:?}", began.elapsed());
+    assert_eq!(lost(&world), Vec::<String>::new());
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flush_without_progress_and_one_without_an_end_are_given_up_with_an_event() {
+    for reports in [false, true] {
+        let (world, dir) = (world(), Dir::new());
+        let node = stopped(&world, &dir, 100_000 * SECOND).await;
+        let began = Instant::now();
+        let mut left = u64::MAX - 1;
+        while node.phase("a") != "gone" {
+            sleep(SECOND).await;
+            left -= 1;
+            node.fx.has_unwritten("a", if reports { left } else { 1 << 30 });
+        }
+        let limit = if reports { 590..620 } else { 30..40 };
+        assert!(limit.contains(&began.elapsed().as_secs()), "{:?}", began.elapsed());
+        let lost = lost(&world);
+        assert!(lost.len() == 1 && lost[0].contains("may be lost"), "{lost:?}");
+        assert_eq!(world.vms(), 0);
+        node.kill().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_is_asked_again_when_its_link_is_back() {
+    let (world, dir) = (world(), Dir::new());
+    *world.flush_takes.lock().unwrap() = 20 * SECOND;
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    world.guests_stay_away.store(true, Ordering::Relaxed);
+    let session = world.state().links["a"].clone();
+    node.fx.unlink("a");
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    sleep(60 * SECOND).await;
+    assert_eq!((world.vms(), world.state().flushed.len()), (1, 0), "the guest cannot be asked");
+    node.fx.link("a", &session);
+    node.until("it is asked", |_| world.state().flushed.len() == 1).await;
+    node.fx.unlink("a");
+    sleep(60 * SECOND).await;
+    assert_eq!((world.vms(), world.state().flushed.len()), (1, 1), "it may have got the request or not");
+    node.fx.link("a", &session);
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!((world.vms(), world.state().flushed.len()), (0, 2));
+    assert_eq!(lost(&world), Vec::<String>::new());
+    node.kill().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_vm_that_has_ended_is_not_asked_to_flush() {
     for has_volume in [false, true] {
@@ -95,4 +186,34 @@ async fn a_vm_that_has_ended_is_not_asked_to_flush() {
         assert_eq!(world.state().flushed, [""; 0]);
         node.kill().await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_ends_during_its_flush_is_not_waited_for() {
+    let (world, dir) = (world(), Dir::new());
+    let node = stopped(&world, &dir, 100_000 * SECOND).await;
+    node.until("it is asked", |_| world.state().flushed.len() == 1).await;
+    world.state().vms.clear();
+    node.fx.unlink("a");
+    let began = Instant::now();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < 10 * SECOND, "{:?}", began.elapsed());
+    assert!(lost(&world)[0].contains("the VM has ended"), "{:?}", lost(&world));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restarted_node_flushes_once() {
+    let (world, dir) = (world(), Dir::new());
+    *world.delete_fails.lock().unwrap() = Some(CloudError::transient("the cloud is away"));
+    let node = stopped(&world, &dir, SECOND).await;
+    node.until("the relay has forgotten it", |_| world.state().relay.is_empty()).await;
+    node.kill().await;
+    *world.delete_fails.lock().unwrap() = None;
+    let node = Node::start(&world, &dir).await;
+    let began = Instant::now();
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < 10 * SECOND, "no link comes back: {:?}", began.elapsed());
+    assert_eq!(world.state().flushed, ["a"]);
+    node.kill().await;
 }

@@ -503,6 +503,14 @@ impl Fake {
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
 
+    /// Makes the guest report the bytes that it has not written back yet.
+    pub(super) fn has_unwritten(&self, id: &str, bytes: u64) {
+        let mut status = peerpod_proto::guest::Status::new();
+        status.unwritten_bytes = Some(bytes);
+        let status = protobuf::Message::write_to_bytes(&status).unwrap();
+        self.guest_sender(id).send_modify(|guest| guest.status = status);
+    }
+
     /// Takes the sandbox's guest off the link.
     pub(super) fn unlink(&self, id: &str) {
         self.world.state().links.remove(id);
