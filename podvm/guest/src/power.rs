@@ -23,6 +23,9 @@ pub(crate) const POWER_OFF: u8 = 70;
 /// Time limits of the last flush and sync: storage that died with the node must not keep the VM alive.
 pub(crate) const LAST_FLUSH: Duration = Duration::from_secs(30);
 const LAST_SYNC: Duration = Duration::from_secs(5);
+/// Limit of the data that the kernel has not written back: a volume of 10 MB/s takes it within [`LAST_FLUSH`]. A large
+/// machine would keep gigabytes.
+const UNWRITTEN: u64 = 128 << 20;
 /// Interval between notes of contact while the link is up.
 const TICK: Duration = Duration::from_secs(5);
 /// File of the lease's note, rewritten again and again for as long as `serve` lives.
@@ -162,6 +165,25 @@ pub(crate) fn unwritten() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = bytes_of("Dirty", &meminfo)? + bytes_of("Writeback", &meminfo)?;
     status::in_first_pid_namespace().then_some(bytes)
+}
+
+/// Limits the data that the kernel has not written back, unless the kernel's command line sets a limit in bytes, or
+/// the kernel's own limit, a fifth of memory, is lower.
+pub(crate) fn limit_unwritten() {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let is_low = bytes_of("MemTotal", &meminfo).is_none_or(|total| total / 5 <= UNWRITTEN);
+    if is_low || !status::in_first_pid_namespace() {
+        return;
+    }
+    let folder = Path::new("/proc/sys/vm");
+    let is_set = |name: &str| std::fs::read_to_string(folder.join(name)).is_ok_and(|set| set.trim() != "0");
+    for (name, bytes) in [("dirty_background_bytes", UNWRITTEN / 4), ("dirty_bytes", UNWRITTEN)] {
+        if !is_set(name)
+            && let Err(error) = std::fs::write(folder.join(name), bytes.to_string())
+        {
+            tracing::warn!(setting = name, bytes, %error, "cannot limit the data that is not written back");
+        }
+    }
 }
 
 /// Returns a figure of /proc/meminfo, in bytes.

@@ -118,6 +118,7 @@ impl Parts {
 
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     entropy::wait()?;
+    power::limit_unwritten();
     let identity = Identity::load(&settings.state_dir)?;
     let restarted = identity.is_granted();
     let status = Arc::new(Status::new(&settings.state_dir, restarted));

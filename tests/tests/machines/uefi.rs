@@ -97,10 +97,11 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
                   $B cat /proc/1/comm\n\
                   $B grep -c 'roothash=' /proc/cmdline\n\
                   $B grep -c ' / erofs ro' /proc/mounts\n\
-                  $B grep -c ' /var/lib/peerpod ext4 rw' /proc/mounts\n";
+                  $B grep -c ' /var/lib/peerpod ext4 rw' /proc/mounts\n\
+                  $B cat /proc/sys/vm/dirty_bytes\n";
     let seen = machine.shell(script).await;
     let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
-    assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n", "{}", place.consoles());
+    assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n134217728\n", "{}", place.consoles());
 
     // A container image is on that disk and not in memory.
     machine.runs(&registry).await;
