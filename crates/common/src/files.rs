@@ -9,12 +9,25 @@ use std::path::{Path, PathBuf};
 
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
 pub fn make_folders(folder: &Path) -> io::Result<()> {
-    let missing: Vec<&Path> = folder.ancestors().take_while(|path| !path.exists()).collect();
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    missing
-        .into_iter()
-        .filter(|path| !path.as_os_str().is_empty())
-        .try_for_each(|made| sync_folder(folder_of(made)))
+    make_synced(folder, sync_folder)
+}
+
+fn make_synced(folder: &Path, sync: impl Fn(&Path) -> io::Result<()>) -> io::Result<()> {
+    let missing = folder.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+    let missing: Vec<&Path> = missing.collect();
+    if let Some(lowest) = folder.ancestors().nth(missing.len()) {
+        // The process that made it may have been killed before the sync. Folders above belong to others, and may not be
+        // readable.
+        drop(sync(folder_of(lowest)));
+    }
+    for path in missing.into_iter().rev() {
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
+            made => made?,
+        }
+        sync(folder_of(path))?;
+    }
+    if folder.is_dir() { Ok(()) } else { Err(ErrorKind::NotADirectory.into()) }
 }
 
 /// Makes a folder as [`make_folders`] does, and narrows the mode of an existing one to 0700.
@@ -169,6 +182,33 @@ mod tests {
         remove(&file).unwrap();
         remove(&file).unwrap();
         assert!(write(&base.join("missing/x"), b"").is_err());
+        fs::remove_dir_all(base).unwrap();
+    }
+
+    #[test]
+    fn the_entry_of_each_folder_is_synced_before_the_next_is_made_and_again_after_a_kill() {
+        let base = std::env::temp_dir().join(format!("peerpod-files-made-{}", std::process::id()));
+        make_folders(&base).unwrap();
+        let (a, c) = (base.join("a"), base.join("a/b/c"));
+        let synced = std::cell::RefCell::new(Vec::new());
+        let sync = |path: &Path| {
+            synced.borrow_mut().push(path.to_owned());
+            // The process is killed here.
+            if path == a { Err(ErrorKind::Interrupted.into()) } else { sync_folder(path) }
+        };
+        assert_eq!(make_synced(&c, sync).unwrap_err().kind(), ErrorKind::Interrupted);
+        assert_eq!(synced.take(), [base.parent().unwrap().to_owned(), base.clone(), a.clone()]);
+        assert!(a.join("b").exists() && !c.exists());
+        let sync = |path: &Path| {
+            synced.borrow_mut().push(path.to_owned());
+            sync_folder(path)
+        };
+        make_synced(&c, sync).unwrap();
+        assert_eq!(synced.take(), [a.clone(), a.join("b")]);
+        make_synced(&c, sync).unwrap();
+        assert_eq!((synced.take(), mode(&c)), (vec![a.join("b")], 0o700));
+        fs::write(base.join("file"), "").unwrap();
+        assert!(make_folders(&base.join("file")).is_err());
         fs::remove_dir_all(base).unwrap();
     }
 
