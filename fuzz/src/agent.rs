@@ -140,12 +140,16 @@ impl Conversation {
             }
             GUEST => self.relay_hears(bytes, shortcut),
             _ => {
-                let goes_on = self.relay.stream_lost(&mut down);
+                let goes_on = self.relay.stream_lost(Some(&mut up), &mut down);
                 self.shim_hears(&down);
                 (self.from_agent, self.from_guest.left) = (Passing::default(), Frames::default());
                 self.told = Arc::new(Told::default());
                 self.guest = Intercept::new(self.told.clone(), PODNS.to_owned());
                 (self.to_agent, self.containers) = (Frames::default(), 0);
+                let mut back = BytesMut::new();
+                self.guest.from_peer(&up, &mut back, &mut out);
+                assert!(back.is_empty(), "the guest refuses a request that it has had before");
+                self.agent_hears(&out);
                 return goes_on;
             }
         }

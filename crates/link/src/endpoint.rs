@@ -118,10 +118,10 @@ pub trait Filter: Send {
     fn answers_waiting(&self) -> usize {
         0
     }
-    /// Handles the loss of the stream (the guest program was replaced, or the peer closed the stream). Appends answers
-    /// for pending calls to `local` and returns whether the local socket stays open. If so, the next byte to the peer
-    /// opens a new stream, which must not begin with the rest of a cut frame.
-    fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
+    /// Handles the loss of the stream. Appends answers for pending calls to `local` and returns whether the local socket
+    /// stays open. If so, the next byte to the peer opens a new stream, which must not begin with the rest of a cut
+    /// frame. If the peer's program was replaced, calls to ask again go to `again`; `None` if the peer closed the stream.
+    fn stream_lost(&mut self, again: Option<&mut BytesMut>, local: &mut BytesMut) -> bool;
     /// Appends final answers to pending calls: the endpoint ends (the sandbox is over) and the local socket is about
     /// to close. The endpoint writes as much of them as the socket takes at once.
     fn finish(&mut self, _local: &mut BytesMut) {}

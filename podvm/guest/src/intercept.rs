@@ -332,7 +332,7 @@ impl Filter for Intercept {
 
     /// The relay was replaced, or it closed the stream: it has answered the waiting calls itself. The kata-agent's
     /// connection is closed, which ends the calls there.
-    fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
+    fn stream_lost(&mut self, _again: Option<&mut BytesMut>, _local: &mut BytesMut) -> bool {
         false
     }
 }

@@ -1,6 +1,8 @@
 //! Client of `agent.ttrpc`, as in the shim.
 
+use std::collections::HashSet;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use peerpod_proto::agent::{
@@ -13,6 +15,7 @@ use peerpod_proto::agent::{
 use peerpod_proto::agent_ttrpc::{AgentServiceClient, HealthClient};
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
+use tokio::sync::Mutex;
 use ttrpc::context::{self, Context};
 
 use crate::Error;
@@ -36,7 +39,9 @@ const READ_LEN: u32 = 8192;
 pub struct AgentClient {
     agent: AgentServiceClient,
     health: HealthClient,
-    silent: std::sync::Arc<tokio::sync::Mutex<UnixStream>>,
+    silent: Arc<Mutex<UnixStream>>,
+    /// Methods and processes of calls that got an error and are not made again.
+    over: Arc<Mutex<HashSet<(&'static str, String)>>>,
 }
 
 /// Result of an ended process.
@@ -68,7 +73,8 @@ impl AgentClient {
         Ok(AgentClient {
             agent: AgentServiceClient::new(client.clone()),
             health: HealthClient::new(client),
-            silent: std::sync::Arc::new(tokio::sync::Mutex::new(silent)),
+            silent: Arc::new(Mutex::new(silent)),
+            over: Arc::default(),
         })
     }
 
@@ -162,8 +168,27 @@ impl AgentClient {
         let mut request = WaitProcessRequest::new();
         request.container_id = container.into();
         request.exec_id = exec.into();
-        let answer = self.agent.wait_process(Context::default(), &request).await;
-        Ok(answer.map_err(failed("WaitProcess", &process_name(container, exec)))?.status)
+        let call = self.agent.wait_process(Context::default(), &request);
+        Ok(self.unless_over("WaitProcess", process_name(container, exec), call).await?.status)
+    }
+
+    /// Makes a call about a process. Both shims take an error of WaitProcess as the process's end, and an error of a read
+    /// as the stream's end, and never ask again.
+    async fn unless_over<T>(
+        &self,
+        method: &'static str,
+        process: String,
+        call: impl Future<Output = ttrpc::Result<T>>,
+    ) -> Result<T, Error> {
+        let key = (method, process.clone());
+        if self.over.lock().await.contains(&key) {
+            return Err(Error::Over { method, subject: process });
+        }
+        let answer = call.await.map_err(failed(method, &process));
+        if answer.is_err() {
+            self.over.lock().await.insert(key);
+        }
+        answer
     }
 
     /// Sends SignalProcess.
@@ -217,15 +242,15 @@ impl AgentClient {
     /// Sends ReadStdout and returns the available bytes, up to `len`; empty at the end of the stream.
     pub async fn read_stdout(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
         let request = read_request(container, exec, len);
-        let answer = self.agent.read_stdout(Context::default(), &request).await;
-        Ok(answer.map_err(failed("ReadStdout", &process_name(container, exec)))?.data)
+        let call = self.agent.read_stdout(Context::default(), &request);
+        Ok(self.unless_over("ReadStdout", process_name(container, exec), call).await?.data)
     }
 
     /// Sends ReadStderr, as [`AgentClient::read_stdout`] does.
     pub async fn read_stderr(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
         let request = read_request(container, exec, len);
-        let answer = self.agent.read_stderr(Context::default(), &request).await;
-        Ok(answer.map_err(failed("ReadStderr", &process_name(container, exec)))?.data)
+        let call = self.agent.read_stderr(Context::default(), &request);
+        Ok(self.unless_over("ReadStderr", process_name(container, exec), call).await?.data)
     }
 
     /// Reads both streams of a process to their ends, with one pending request for each. It then waits for the exit and

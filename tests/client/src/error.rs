@@ -35,6 +35,14 @@ pub enum Error {
         /// Error from ttrpc.
         source: ttrpc::Error,
     },
+    /// An earlier call of this method got an error, and a shim does not repeat it.
+    #[error("{method} of {subject} is over: a shim does not ask again after an error")]
+    Over {
+        /// Name of the method.
+        method: &'static str,
+        /// Process of the call.
+        subject: String,
+    },
     /// CreateVM returned no path.
     #[error("CreateVM of {0}: the answer has no agent socket path")]
     NoAgentSocket(String),

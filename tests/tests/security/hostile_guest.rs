@@ -221,7 +221,7 @@ impl Filter for Through {
     fn from_peer(&mut self, input: &[u8], _: &mut bytes::BytesMut, local: &mut bytes::BytesMut) {
         local.extend_from_slice(input);
     }
-    fn stream_lost(&mut self, _: &mut bytes::BytesMut) -> bool {
+    fn stream_lost(&mut self, _: Option<&mut bytes::BytesMut>, _: &mut bytes::BytesMut) -> bool {
         false
     }
 }

@@ -302,7 +302,7 @@ mod tests {
         fn answers_waiting(&self) -> usize {
             self.0
         }
-        fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
+        fn stream_lost(&mut self, _again: Option<&mut BytesMut>, _local: &mut BytesMut) -> bool {
             true
         }
     }

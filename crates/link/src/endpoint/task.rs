@@ -369,7 +369,7 @@ impl<H: Handler> Task<H> {
         self.handler.on_link(LinkEvent::SessionLost);
         let streams: Vec<usize> = self.locals.by_stream.drain().map(|(_, at)| at).collect();
         for at in streams {
-            self.stream_lost(at);
+            self.stream_lost(at, true);
         }
     }
 }

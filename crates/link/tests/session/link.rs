@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use peerpod_link::endpoint::{Limits, LinkEvent, Role};
 use peerpod_link::record::{self, Hello, RecordKind, SessionId};
-use support::{DEADLINE, ECHO, LOST, OVER, Options, Pair, answer, call, end, request, until};
+use support::{AGAIN, DEADLINE, ECHO, LOST, OVER, Options, Pair, answer, call, end, request, until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::timeout;
@@ -297,12 +297,15 @@ async fn another_guest_program_means_a_new_session() {
             let mut said = [0; 6];
             timeout(DEADLINE, client.read_exact(&mut said)).await.unwrap().unwrap();
             assert_eq!(said, LOST);
+            let (header, _) = timeout(DEADLINE, answer(&mut client)).await.unwrap().unwrap();
+            assert_eq!(header.stream, AGAIN, "the filter's calls reach the next guest");
         }
         assert_eq!(relay.handle.stats().sessions_lost, round);
         let (header, _) = timeout(DEADLINE, call(&mut client, &request(1, ECHO, 40))).await.unwrap().unwrap();
         assert_eq!(header.stream, 1);
+        let before = guest.handle.stats().bytes_from_peer;
         client.write_all(&request(3, ECHO, 1000)[..500]).await.unwrap();
-        until("half a call arrived", || guest.handle.stats().bytes_from_peer >= 550).await;
+        until("half a call arrived", || guest.handle.stats().bytes_from_peer >= before + 500).await;
         guest.task.abort();
         until("the relay noticed", || !relay.handle.stats().up).await;
         assert_eq!(relay.seen.streams_lost.load(SeqCst), round as usize, "not before another guest is there");

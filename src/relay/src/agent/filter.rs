@@ -1,11 +1,16 @@
 //! Filter between one connection of a shim to `agent.ttrpc` and its stream to the guest. It tracks the pending calls,
-//! so that they can be answered when the guest is gone, and enforces limits. Pure; bytes in, bytes out.
+//! so that they are asked again or answered when the guest is gone, and enforces limits. Pure; bytes in, bytes out.
 //!
-//! Requests pass as they arrive, header first. Two kinds are read whole: CopyFile of a small file and, in a pod with
-//! volumes or after an unknown marker, CreateContainer (see `volumes.rs`). Answers of the guest up to `HOLD` bytes are
-//! held and passed on whole; larger ones pass as they arrive. If the guest is lost during a held answer, that call gets
-//! an error. If it is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced.
-//! The relay's own answers wait for the end of the present answer (`FrameWriter`).
+//! Requests pass as they arrive, header first. Three kinds are read whole: CopyFile of a small file, in a pod with
+//! volumes or after an unknown marker CreateContainer (see `volumes.rs`), and calls that may be asked again.
+//!
+//! A shim takes an error of WaitProcess as the end of the process, and never reads a stream again after an error. When
+//! another guest program replaces the lost one, the filter therefore asks these calls again (`is_repeatable`). All
+//! other pending calls get an error, because the agent may have carried them out.
+//!
+//! Answers of the guest up to `HOLD` bytes are held and passed on whole; larger ones pass as they arrive. If the guest
+//! is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced. The relay's own
+//! answers wait for the end of the present answer (`FrameWriter`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -31,7 +36,11 @@ use crate::volumes::{self, Copies, Volume};
 const HOLD: usize = 16 << 10;
 /// Largest CopyFile that is read whole, in bytes; that of a marker has some 300.
 const SMALL_COPY: usize = 4 << 10;
+/// Largest request that is kept in order to be asked again, in bytes; one with two ids of 64 characters has some 200.
+const SMALL_CALL: usize = 1 << 10;
 const SERVICE: &str = "grpc.AgentService";
+const HEALTH: &str = "grpc.Health";
+const OOM_EVENT: &str = "GetOOMEvent";
 
 /// State shared by all connections of one sandbox.
 #[derive(Debug, Default)]
@@ -111,7 +120,11 @@ enum Fate {
 /// State of a filter, for another process.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
+    /// Streams, and whether their call is GetOOMEvent. A call whose answer is held is not among them.
     pending: Vec<(u32, bool)>,
+    /// The requests that may be asked again, as frames one after the other.
+    #[serde(default)]
+    repeatable: Vec<u8>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
@@ -129,8 +142,8 @@ pub struct AgentFilter {
     shared: Arc<Shared>,
     bounds: Bounds,
     /// Streams that wait for an answer. The shim chooses the numbers; it is root here, so collisions ([`IdMap`]) are no
-    /// attack. True for the long poll GetOOMEvent, which the Rust shim repeats in a tight loop after an error.
-    pending: IdMap<bool>,
+    /// attack. The value is the frame of a request that may be asked again, and otherwise empty.
+    pending: IdMap<Vec<u8>>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
@@ -163,8 +176,8 @@ impl AgentFilter {
             self.refuse(header.stream, code, &message, local);
             return Fate::Skip;
         }
-        if header.kind == frame::REQUEST && self.pending.insert(header.stream, false).is_none() {
-            self.shared.pending.fetch_add(1, Relaxed);
+        if header.kind == frame::REQUEST {
+            self.await_answer(header.stream, Vec::new());
         }
         self.shared.frames_to_guest.fetch_add(1, Relaxed);
         self.shared.totals.frames_to_guest.inc();
@@ -213,14 +226,11 @@ impl AgentFilter {
                 self.request = Fate::Look(have);
                 return;
             }
-            Peek::Method { service: SERVICE, method } if self.is_gathered(method, &head) => {
+            Peek::Method { service, method } if self.is_gathered(service, method, &head) => {
                 have.truncate(seen);
                 have.extend_from_slice(body);
                 self.request = Fate::Gather(have);
                 return;
-            }
-            Peek::Method { service: SERVICE, method: "GetOOMEvent" } => {
-                self.pending.insert(head.stream, true);
             }
             Peek::Method { .. } | Peek::More | Peek::Unknown => {}
         }
@@ -231,11 +241,11 @@ impl AgentFilter {
 
     /// Whether a request is read whole. Small files are read in every pod: one may be the marker of a volume that the
     /// node did not announce, and its container must not get an empty folder instead.
-    fn is_gathered(&self, method: &str, head: &Header) -> bool {
-        match method {
-            "CopyFile" => head.length as usize <= SMALL_COPY,
-            "CreateContainer" => !self.shared.volumes().is_empty() || self.copies.has_strangers(),
-            _ => false,
+    fn is_gathered(&self, service: &str, method: &str, head: &Header) -> bool {
+        match (service, method) {
+            (SERVICE, "CopyFile") => head.length as usize <= SMALL_COPY,
+            (SERVICE, "CreateContainer") => !self.shared.volumes().is_empty() || self.copies.has_strangers(),
+            _ => is_repeatable(service, method) && head.length as usize <= SMALL_CALL,
         }
     }
 
@@ -244,14 +254,24 @@ impl AgentFilter {
         let Some((head, payload)) = have.split_first_chunk::<HEADER_LEN>() else { return };
         let head = Header::decode(head);
         let volumes = self.shared.volumes();
-        if let Peek::Method { method: "CopyFile", .. } = frame::peek(payload) {
-            let copied = Request::parse_from_bytes(payload)
-                .and_then(|request| CopyFileRequest::parse_from_bytes(&request.payload));
-            // The agent refuses a request that cannot be decoded.
-            if let Ok(copied) = copied {
-                self.copies.note(&volumes, &copied);
+        match frame::method_of(payload) {
+            Some((SERVICE, "CopyFile")) => {
+                let copied = Request::parse_from_bytes(payload)
+                    .and_then(|request| CopyFileRequest::parse_from_bytes(&request.payload));
+                // The agent refuses a request that cannot be decoded.
+                if let Ok(copied) = copied {
+                    self.copies.note(&volumes, &copied);
+                }
+                return peer.extend_from_slice(have);
             }
-            return peer.extend_from_slice(have);
+            Some((service, method)) if is_repeatable(service, method) => {
+                // A malicious guest may have answered the call before it was whole.
+                if let Some(call) = self.pending.get_mut(&head.stream) {
+                    *call = have.to_vec();
+                }
+                return peer.extend_from_slice(have);
+            }
+            _ => {}
         }
         match volumes::create_container(payload, &volumes, &mut self.copies) {
             Ok(payload) => {
@@ -275,12 +295,8 @@ impl AgentFilter {
         let length = header.length as usize;
         self.shared.frames_from_guest.fetch_add(1, Relaxed);
         self.shared.totals.frames_from_guest.inc();
-        let awaited = match header.kind {
-            frame::RESPONSE => self.settle(header.stream),
-            frame::DATA => self.pending.contains_key(&header.stream),
-            _ => false,
-        };
-        if !awaited {
+        let answers = matches!(header.kind, frame::RESPONSE | frame::DATA);
+        if !(answers && self.pending.contains_key(&header.stream)) {
             self.shared.dropped.fetch_add(1, Relaxed);
             return Fate::Skip;
         }
@@ -295,6 +311,9 @@ impl AgentFilter {
         if length <= HOLD {
             return Fate::Hold(header.encode().to_vec());
         }
+        if header.kind == frame::RESPONSE {
+            self.settle(header.stream);
+        }
         self.to_shim.begin(header, local);
         Fate::Pass
     }
@@ -302,6 +321,21 @@ impl AgentFilter {
     /// Sends the relay's own answer to a call.
     fn refuse(&mut self, stream: u32, code: i32, why: &str, local: &mut BytesMut) {
         self.to_shim.whole(&frame::error_response(stream, code, why), local);
+    }
+
+    /// Adds a call to the pending ones.
+    fn await_answer(&mut self, stream: u32, request: Vec<u8>) {
+        if self.pending.insert(stream, request).is_none() {
+            self.shared.pending.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Passes a held answer on, now that it is whole. Its call may have been refused meanwhile.
+    fn release(&mut self, frame: &[u8], local: &mut BytesMut) {
+        let answers = frame.first_chunk().map(Header::decode);
+        if answers.is_some_and(|head| head.kind == frame::DATA || self.settle(head.stream)) {
+            self.to_shim.whole(frame, local);
+        }
     }
 
     /// Removes the call of this stream from the pending ones; returns false if there was none.
@@ -316,30 +350,64 @@ impl AgentFilter {
         was
     }
 
-    /// Answers all pending calls, or all but the long polls. Returns false if a part of an answer was passed on and the
-    /// rest will never come: no other answer can follow on this connection.
-    fn answer_pending(&mut self, all: bool, why: &str, local: &mut BytesMut) -> bool {
+    /// Answers all pending calls but those that are to be kept, by stream and request. Returns false if a part of an
+    /// answer was passed on and the rest will never come: no other answer can follow on this connection.
+    fn answer_pending(&mut self, kept: impl Fn(u32, &[u8]) -> bool, why: &str, local: &mut BytesMut) -> bool {
         if self.to_shim.is_under_way() {
             return false;
         }
-        self.answers = FrameReader::new();
-        let mut streams: Vec<u32> = match std::mem::replace(&mut self.answer, Fate::None) {
-            // The call was settled with the header of this answer, but no byte of the answer was passed on.
-            Fate::Hold(frame) => {
-                frame.first_chunk().map(|head| Header::decode(head).stream).into_iter().collect()
-            }
-            Fate::Pass | Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => Vec::new(),
-        };
-        let pending = self.pending.iter().filter(|(_, long_poll)| all || !**long_poll);
-        streams.extend(pending.map(|(stream, _)| *stream));
+        // No byte of a held answer was passed on.
+        (self.answers, self.answer) = (FrameReader::new(), Fate::None);
+        let pending = self.pending.iter().filter(|(stream, request)| !kept(**stream, request));
+        let mut streams: Vec<u32> = pending.map(|(stream, _)| *stream).collect();
         streams.sort_unstable();
-        streams.dedup();
         for stream in streams {
             self.settle(stream);
             self.refuse(stream, code::UNAVAILABLE, why, local);
         }
         true
     }
+
+    /// Returns the pending requests that may be asked again, in the order of their streams.
+    fn repeatable(&self) -> Vec<u8> {
+        let mut requests: Vec<(&u32, &Vec<u8>)> = self.pending.iter().collect();
+        requests.sort_unstable();
+        requests.into_iter().flat_map(|(_, request)| request).copied().collect()
+    }
+}
+
+/// Whether a call may be asked again, although the agent may have begun it: it changes nothing, or it waits, and the
+/// agent drops what waits when the guest program's connection closes.
+fn is_repeatable(service: &str, method: &str) -> bool {
+    match service {
+        SERVICE => matches!(method, OOM_EVENT | "ReadStderr" | "ReadStdout" | "WaitProcess"),
+        _ => service == HEALTH,
+    }
+}
+
+/// Whether a request is GetOOMEvent, which the Rust shim repeats in a tight loop after an error.
+fn is_oom_event(request: &[u8]) -> bool {
+    request.get(HEADER_LEN..).and_then(frame::method_of) == Some((SERVICE, OOM_EVENT))
+}
+
+/// Returns the request GetOOMEvent, which has no fields.
+fn oom_event(stream: u32) -> Vec<u8> {
+    let request = Request { service: SERVICE.into(), method: OOM_EVENT.into(), ..Request::default() };
+    let payload = request.write_to_bytes().unwrap_or_default();
+    let head = Header { length: payload.len() as u32, stream, kind: frame::REQUEST, flags: 0 }; // two names
+    [&head.encode()[..], &payload].concat()
+}
+
+/// Splits whole frames; `None` if the last one is cut.
+fn split_frames(mut bytes: &[u8]) -> Option<Vec<(Header, &[u8])>> {
+    let mut frames = Vec::new();
+    while let Some(head) = bytes.first_chunk() {
+        let head = Header::decode(head);
+        let (frame, rest) = bytes.split_at_checked(HEADER_LEN + head.length as usize)?;
+        frames.push((head, frame));
+        bytes = rest;
+    }
+    bytes.is_empty().then_some(frames)
 }
 
 impl Drop for AgentFilter {
@@ -378,7 +446,7 @@ impl Filter for AgentFilter {
                 },
                 Piece::End => match std::mem::replace(&mut self.answer, Fate::None) {
                     Fate::Pass => self.to_shim.end(local),
-                    Fate::Hold(frame) => self.to_shim.whole(&frame, local),
+                    Fate::Hold(frame) => self.release(&frame, local),
                     Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
                 },
             }
@@ -405,22 +473,45 @@ impl Filter for AgentFilter {
         self.to_shim.waiting().len()
     }
 
-    fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
+    fn stream_lost(&mut self, again: Option<&mut BytesMut>, local: &mut BytesMut) -> bool {
         // The rest of a request that began to pass is dropped.
-        if !matches!(self.request, Fate::None) {
+        if let Fate::Pass = self.request {
             self.request = Fate::Skip;
         }
-        self.answer_pending(false, "the program in the pod VM that had this call is gone", local)
+        // A request that has not begun to pass is not lost.
+        let unsent = match &self.request {
+            Fate::Look(have) | Fate::Gather(have) => {
+                have.first_chunk().map(|head| Header::decode(head).stream)
+            }
+            Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => None,
+        };
+        let restarts = again.is_some();
+        let kept = |stream, request: &[u8]| {
+            Some(stream) == unsent || (restarts && !request.is_empty()) || is_oom_event(request)
+        };
+        let stays = self.answer_pending(kept, "the program in the pod VM that had this call is gone", local);
+        if let Some(peer) = again.filter(|_| stays) {
+            peer.extend_from_slice(&self.repeatable());
+        }
+        stays
     }
 
     fn finish(&mut self, local: &mut BytesMut) {
         // A connection that cannot carry another answer is closed all the same.
-        let _whole = self.answer_pending(true, "the sandbox has ended", local);
+        let _whole = self.answer_pending(|_, _| false, "the sandbox has ended", local);
     }
 
     fn state(&self) -> Option<serde_json::Value> {
+        // An earlier release settles a call with the header of its answer.
+        let held = match &self.answer {
+            Fate::Hold(frame) => frame.first_chunk().map(Header::decode),
+            Fate::None | Fate::Pass | Fate::Skip | Fate::Look(_) | Fate::Gather(_) => None,
+        };
+        let held = held.filter(|head| head.kind == frame::RESPONSE).map(|head| head.stream);
+        let pending = self.pending.iter().filter(|(stream, _)| Some(**stream) != held);
         let standing = Standing {
-            pending: self.pending.iter().map(|(stream, long_poll)| (*stream, *long_poll)).collect(),
+            pending: pending.map(|(stream, request)| (*stream, is_oom_event(request))).collect(),
+            repeatable: self.repeatable(),
             requests: self.requests.clone(),
             request: self.request.clone(),
             answers: self.answers.clone(),
@@ -434,14 +525,25 @@ impl Filter for AgentFilter {
     fn restore(&mut self, state: &serde_json::Value) -> bool {
         let Ok(standing) = Standing::deserialize(state) else { return false };
         let sound = standing.requests.is_sound() && standing.answers.is_sound();
-        if !sound || standing.pending.len() > self.bounds.per_connection {
+        let Some(repeatable) = split_frames(&standing.repeatable) else { return false };
+        if !sound || standing.pending.len().max(repeatable.len()) > self.bounds.per_connection {
             return false;
         }
         let under_way = matches!(standing.answer, Fate::Pass);
         let Some(to_shim) = FrameWriter::resume(under_way, standing.own_answers) else { return false };
         self.to_shim = to_shim;
-        self.pending = standing.pending.into_iter().collect();
-        self.shared.pending.fetch_add(self.pending.len(), Relaxed);
+        for (stream, is_oom) in standing.pending {
+            self.await_answer(stream, if is_oom { oom_event(stream) } else { Vec::new() });
+        }
+        for (head, frame) in repeatable {
+            self.await_answer(head.stream, frame.to_vec());
+        }
+        if let Fate::Hold(frame) = &standing.answer
+            && let Some(head) = frame.first_chunk().map(Header::decode)
+            && !self.pending.contains_key(&head.stream)
+        {
+            self.await_answer(head.stream, Vec::new());
+        }
         (self.requests, self.request) = (standing.requests, standing.request);
         (self.answers, self.answer) = (standing.answers, standing.answer);
         self.copies = standing.copies;

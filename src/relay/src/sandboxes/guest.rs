@@ -231,7 +231,7 @@ impl Guest {
             LinkEvent::SessionLost => {
                 self.metrics.sandboxes.sessions_lost.inc();
                 self.fail_calls();
-                tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; its pending calls get UNAVAILABLE");
+                tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; calls that wait are asked again, its other pending calls get UNAVAILABLE");
             }
         }
     }

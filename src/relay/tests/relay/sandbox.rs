@@ -137,30 +137,41 @@ async fn a_cut_link_is_only_a_pause() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replaced_guest_costs_pending_calls_but_not_the_connection_nor_the_long_poll() {
+async fn a_replaced_guest_gets_the_calls_that_wait_again_and_costs_the_others() {
     let pod = Pod::new("replaced").await;
     let mut shim = pod.shim().await;
-    let wait = agent(&mut shim, "WaitProcess", vec![]).await;
-    let poll = agent(&mut shim, "GetOOMEvent", vec![]).await;
-    until("the agent", || pod.guest.calls().len() == 2).await;
+    let waits = ["WaitProcess", "GetOOMEvent", "ReadStdout"];
+    let mut waiting = Vec::new();
+    for method in waits {
+        waiting.push(agent(&mut shim, method, vec![]).await);
+    }
+    let start = agent(&mut shim, "StartContainer", vec![]).await;
+    until("the agent", || pod.guest.calls().len() == 4).await;
     let first = pod.world.state("a", "the session", |state| state.guest_connected).await;
     drop(pod.guest);
     pod.world.state("a", "its end", |state| !state.guest_connected).await;
     assert!(shim.silent().await, "gone may be only a pause");
+    // A call that is made meanwhile waits for the next guest.
+    agent(&mut shim, "WriteStdin", vec![9]).await;
     let guest = Guest::start(pod.world.listen, pod.world.ca.sha256(), &pod.identity).await;
     let answer = shim.answer().await;
-    assert_eq!((answer.stream, answer.code), (wait, UNAVAILABLE));
-    agent(&mut shim, "Check", vec![9]).await;
+    assert_eq!((answer.stream, answer.code), (start, UNAVAILABLE));
     assert_eq!(shim.answer().await.payload, [9], "the same connection goes on with the new guest");
     let session = first.guest_session;
     pod.world
         .state("a", "another session", |state| state.guest_connected && state.guest_session != session)
         .await;
-    assert_eq!(guest.calls(), ["grpc.AgentService/Check"]);
+    let again = [&waits[..], &["WriteStdin"]].concat();
+    assert_eq!(
+        guest.calls(),
+        again.iter().map(|method| format!("grpc.AgentService/{method}")).collect::<Vec<_>>()
+    );
     let request = DeleteSandboxRequest { id: "a".into(), ..Default::default() };
     pod.world.relay_client().delete_sandbox(Default::default(), &request).await.unwrap();
-    let answer = shim.answer().await;
-    assert_eq!((answer.stream, answer.code), (poll, UNAVAILABLE), "now nothing stays pending");
+    for stream in waiting {
+        let answer = shim.answer().await;
+        assert_eq!((answer.stream, answer.code), (stream, UNAVAILABLE), "now nothing stays pending");
+    }
     shim.closed().await;
     assert!(!pod.world.agent_socket("a").exists());
 }

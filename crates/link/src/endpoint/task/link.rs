@@ -156,7 +156,7 @@ impl<H: Handler> Task<H> {
                 Ok(Received::Closed(stream, _)) => {
                     self.deliver(cx, scratch, &mut batch);
                     if let Some(at) = self.locals.by_stream.remove(&stream) {
-                        self.stream_lost(at);
+                        self.stream_lost(at, false);
                     }
                 }
                 Err(why) => break Err(why),

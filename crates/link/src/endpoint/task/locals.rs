@@ -137,15 +137,17 @@ impl<H: Handler> Task<H> {
     }
 
     /// Handles the loss of a connection's stream, which `by_stream` has no more. The filter decides about the socket.
-    pub(super) fn stream_lost(&mut self, at: usize) {
+    pub(super) fn stream_lost(&mut self, at: usize, replaced: bool) {
         let Some(local) = self.locals.get_mut(at) else { return };
         (local.stream, local.owed) = (None, 0); // no peer waits for the credit
-        let mut answers = bytes::BytesMut::new();
-        let stays = local.filter.stream_lost(&mut answers);
+        let (mut again, mut answers) = (bytes::BytesMut::new(), bytes::BytesMut::new());
+        let stays = local.filter.stream_lost(replaced.then_some(&mut again), &mut answers);
         local.queue(&answers);
         if !stays {
             local.leaving = Some(Instant::now() + LINGER);
             self.locals.look_soon();
+        } else if !again.is_empty() {
+            self.give_peer(at, &again);
         }
     }
 
@@ -238,6 +240,10 @@ impl<H: Handler> Task<H> {
     }
 
     fn poll_local_read(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
+        // Calls wait in their sockets while there is no link: in the session they are lost with the guest program.
+        if self.link.is_none() {
+            return false;
+        }
         let Some(local) = self.locals.get_mut(at).filter(|local| local.wants_read()) else { return false };
         let room = match local.stream {
             Some(stream) => self.session.room(stream),
@@ -372,7 +378,7 @@ impl<H: Handler> Task<H> {
                 self.stats.bytes_to_peer += data.len() as u64;
                 self.session.send(stream, data);
             }
-            // Unreachable below 2^31 streams, because `room_for_new()` was checked.
+            // Unreachable below 2^31 streams: `room_for_new()` was checked, or the session is new.
             None => self.remove(at, CloseReason::Closed),
         }
     }

@@ -133,6 +133,8 @@ pub struct Pass {
 /// Answers of [`Pass`] to a lost stream, and to the end of the session.
 pub const LOST: &[u8] = b"<lost>";
 pub const OVER: &[u8] = b"<over>";
+/// Stream of the call that [`Pass`] makes when the peer has another session.
+pub const AGAIN: u32 = 99;
 
 impl Filter for Pass {
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, _local: &mut BytesMut) {
@@ -152,10 +154,13 @@ impl Filter for Pass {
         self.straight && !input[0].is_multiple_of(8)
     }
 
-    fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
+    fn stream_lost(&mut self, again: Option<&mut BytesMut>, local: &mut BytesMut) -> bool {
         self.seen.streams_lost.fetch_add(1, SeqCst);
         if self.stay {
             local.extend_from_slice(LOST);
+            if let Some(peer) = again {
+                peer.extend_from_slice(&request(AGAIN, ECHO, 4));
+            }
         }
         self.stay
     }

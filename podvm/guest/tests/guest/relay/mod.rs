@@ -280,7 +280,7 @@ impl Filter for Through {
     fn from_peer(&mut self, input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
         local.extend_from_slice(input);
     }
-    fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
+    fn stream_lost(&mut self, _again: Option<&mut BytesMut>, _local: &mut BytesMut) -> bool {
         false
     }
 }

@@ -51,6 +51,14 @@ fn filter() -> AgentFilter {
     AgentFilter::new(Arc::default(), Bounds { per_connection: 4, per_sandbox: 6 })
 }
 
+/// The filter of the next process.
+fn handed_over(filter: &AgentFilter) -> AgentFilter {
+    let text = serde_json::to_string(&filter.state().unwrap()).unwrap();
+    let mut next = self::filter();
+    assert!(next.restore(&serde_json::from_str(&text).unwrap()));
+    next
+}
+
 impl Seen {
     fn shim(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
         // The endpoint, too, tries the shortcut first.
@@ -83,20 +91,14 @@ proptest! {
             answers.extend(answer(2 * n as u32 + 1, *size));
         }
         // Every piece is handled by the filter of another process.
-        let pass_on = |filter: &mut AgentFilter| {
-            let text = serde_json::to_string(&filter.state().unwrap()).unwrap();
-            let mut next = self::filter();
-            assert!(next.restore(&serde_json::from_str(&text).unwrap()));
-            *filter = next;
-        };
         for part in requests.chunks(cut) {
             seen.shim(&mut filter, part);
-            pass_on(&mut filter);
+            filter = handed_over(&filter);
         }
         prop_assert_eq!(filter.shared.pending.load(Relaxed), sizes.len());
         for part in answers.chunks(cut) {
             seen.guest(&mut filter, part);
-            pass_on(&mut filter);
+            filter = handed_over(&filter);
         }
         prop_assert_eq!(&seen.peer[..], &requests[..]);
         prop_assert_eq!(&seen.local[..], &answers[..]);
@@ -111,27 +113,64 @@ proptest! {
         for (from_guest, part) in parts {
             if from_guest { seen.guest(&mut filter, &part) } else { seen.shim(&mut filter, &part) }
         }
-        filter.stream_lost(&mut seen.local);
+        filter.stream_lost(Some(&mut seen.peer), &mut seen.local);
+        filter.stream_lost(None, &mut seen.local);
         filter.finish(&mut seen.local);
     }
 }
 
 #[test]
-fn a_lost_guest_answers_all_but_the_long_poll_until_the_sandbox_ends() {
+fn a_replaced_guest_gets_the_calls_that_wait_once_more_and_the_others_are_answered() {
+    let asked = [(1, "WaitProcess"), (3, "GetOOMEvent"), (5, "ReadStdout"), (7, "WriteStdin")]
+        .map(|(stream, method)| request(stream, method, 10));
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    for request in &asked {
+        seen.shim(&mut filter, request);
+    }
+    assert_eq!(&seen.peer[..], asked.concat());
+    // The loss is noticed by the next relay, and it cut the answer to stream 5.
+    seen.guest(&mut filter, &answer(5, 100)[..30]);
+    filter = handed_over(&filter);
+    let mut again = BytesMut::new();
+    assert!(filter.stream_lost(Some(&mut again), &mut seen.local));
+    assert_eq!(&again[..], asked[..3].concat());
+    assert_eq!(codes(&seen.local), [(7, code::UNAVAILABLE)]);
+    seen.local.clear();
+    let read = answer(5, 100);
+    seen.guest(&mut filter, &read);
+    assert_eq!(&seen.local[..], &read[..], "the next guest's answer, and no other");
+    seen.local.clear();
+    again.clear();
+    assert!(filter.stream_lost(Some(&mut again), &mut seen.local));
+    assert_eq!(&again[..], asked[..2].concat(), "the connection was usable, and is lost again");
+    assert!(seen.local.is_empty());
+    filter.finish(&mut seen.local);
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE), (3, code::UNAVAILABLE)]);
+    assert_eq!(filter.shared.pending.load(Relaxed), 0);
+}
+
+#[test]
+fn a_dead_agent_answers_all_but_the_long_poll_until_the_sandbox_ends() {
     let (mut filter, mut seen) = (filter(), Seen::default());
     for (stream, method) in [(1, "WaitProcess"), (3, "GetOOMEvent"), (5, "ReadStdout")] {
         seen.shim(&mut filter, &request(stream, method, 10));
     }
-    assert!(filter.stream_lost(&mut seen.local));
+    assert!(filter.stream_lost(None, &mut seen.local));
     assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE), (5, code::UNAVAILABLE)]);
-    seen.local.clear();
-    seen.shim(&mut filter, &request(7, "Check", 0));
-    assert!(filter.stream_lost(&mut seen.local));
-    assert_eq!(codes(&seen.local), [(7, code::UNAVAILABLE)], "the connection was usable, and is lost again");
     seen.local.clear();
     filter.finish(&mut seen.local);
     assert_eq!(codes(&seen.local), [(3, code::UNAVAILABLE)]);
     assert_eq!(filter.shared.pending.load(Relaxed), 0);
+}
+
+#[test]
+fn a_long_request_is_not_kept() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    seen.shim(&mut filter, &request(1, "WaitProcess", SMALL_CALL));
+    seen.peer.clear();
+    assert!(filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
+    assert!(seen.peer.is_empty());
 }
 
 #[test]
@@ -146,6 +185,9 @@ fn an_inconsistent_filter_state_is_refused() {
     let mut many = good.clone();
     many["pending"] = serde_json::json!([[1, false], [3, false], [5, true], [7, false], [9, false]]);
     assert!(!filter().restore(&many));
+    let mut cut = good.clone();
+    cut["repeatable"] = serde_json::to_value(&request(1, "WaitProcess", 10)[..50]).unwrap();
+    assert!(!filter().restore(&cut));
 }
 
 #[test]
@@ -154,7 +196,7 @@ fn the_long_poll_is_known_even_when_its_name_comes_byte_by_byte() {
     for byte in request(3, "GetOOMEvent", 100) {
         seen.shim(&mut filter, &[byte]);
     }
-    assert!(filter.stream_lost(&mut seen.local));
+    assert!(filter.stream_lost(None, &mut seen.local));
     assert!(seen.local.is_empty());
 }
 
@@ -216,13 +258,15 @@ fn an_oversize_answer_becomes_an_error_of_its_call() {
 #[test]
 fn a_small_answer_cut_by_the_loss_costs_its_call_and_a_large_one_the_connection() {
     let (mut filter, mut seen) = (filter(), Seen::default());
-    seen.shim(&mut filter, &request(1, "ReadStdout", 0));
+    seen.shim(&mut filter, &request(1, "StatsContainer", 0));
     seen.guest(&mut filter, &answer(1, 8192)[..100]);
-    assert!(filter.stream_lost(&mut seen.local));
+    assert!(filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
     assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
     seen.shim(&mut filter, &request(3, "ReadStdout", 0));
     seen.guest(&mut filter, &answer(3, 100_000)[..20_000]);
-    assert!(!filter.stream_lost(&mut seen.local));
+    seen.peer.clear();
+    assert!(!filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
+    assert!(seen.peer.is_empty());
 }
 
 #[test]
@@ -230,11 +274,15 @@ fn a_request_cut_by_the_loss_does_not_spill_into_the_next_stream() {
     let (mut filter, mut seen) = (filter(), Seen::default());
     let long = request(1, "WriteStdin", 1000);
     seen.shim(&mut filter, &long[..300]);
-    assert!(filter.stream_lost(&mut seen.local));
-    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
     seen.peer.clear();
+    assert!(filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
     seen.shim(&mut filter, &long[300..]);
-    let next = request(3, "Check", 0);
-    seen.shim(&mut filter, &next);
+    // The next guest gets a request whole if none of it had passed.
+    let next = request(3, "WaitProcess", 10);
+    seen.shim(&mut filter, &next[..15]);
+    assert!(filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
+    seen.shim(&mut filter, &next[15..]);
     assert_eq!(&seen.peer[..], &next[..]);
+    assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
 }

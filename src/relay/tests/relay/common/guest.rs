@@ -61,7 +61,7 @@ impl Filter for Transparent {
     fn from_peer(&mut self, input: &[u8], _: &mut BytesMut, local: &mut BytesMut) {
         local.extend_from_slice(input);
     }
-    fn stream_lost(&mut self, _: &mut BytesMut) -> bool {
+    fn stream_lost(&mut self, _: Option<&mut BytesMut>, _: &mut BytesMut) -> bool {
         false
     }
 }

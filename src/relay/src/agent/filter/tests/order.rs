@@ -77,7 +77,7 @@ fn nothing_follows_an_answer_that_the_loss_cut() {
     let half = &answer(1, 100_000)[..50_000];
     seen.guest(&mut filter, half);
     seen.shim(&mut filter, &request(5, "CreateContainer", 10));
-    assert!(!filter.stream_lost(&mut seen.local));
+    assert!(!filter.stream_lost(None, &mut seen.local));
     let mut next = hand_over(filter);
     next.finish(&mut seen.local);
     assert!(seen.local[..] == *half, "a shim would read an error as bytes of the answer");
@@ -164,7 +164,7 @@ proptest! {
         }
         let mut goes_on = true;
         if ending == Ending::GuestLost {
-            goes_on = filter.stream_lost(&mut seen.local);
+            goes_on = filter.stream_lost(Some(&mut seen.peer), &mut seen.local);
         }
         if ending != Ending::Answered {
             let before = seen.local.clone();

@@ -150,15 +150,20 @@ fn another_process_goes_on_between_a_marker_and_its_container() {
 }
 
 #[test]
-fn a_lost_guest_drops_the_gathered_request() {
+fn a_gathered_request_goes_on_when_the_guest_is_replaced() {
     let frames = recorded();
     let (mut filter, mut seen) = (with(&volumes(&frames)), Seen::default());
     let container = request(21, "CreateContainer", 100);
     seen.shim(&mut filter, &container[..60]);
-    assert!(filter.stream_lost(&mut seen.local));
-    assert_eq!(codes(&seen.local), [(21, code::UNAVAILABLE)]);
+    assert!(filter.stream_lost(Some(&mut seen.peer), &mut seen.local));
+    assert!(seen.local.is_empty());
     seen.shim(&mut filter, &container[60..]);
-    assert!(seen.peer.is_empty(), "the rest of it is dropped");
+    assert_eq!(
+        codes(&seen.local),
+        [(21, code::FAILED_PRECONDITION)],
+        "it is read whole, and cannot be decoded"
+    );
+    assert!(seen.peer.is_empty());
     let next = request(23, "StartContainer", 10);
     seen.shim(&mut filter, &next);
     assert_eq!(&seen.peer[..], &next[..]);
