@@ -103,6 +103,11 @@ pub enum Error {
          `tunnel.anti-spoof: false`"
     )]
     NoFilter(String),
+    /// The kernel has no TUN devices.
+    #[error(
+        "open /dev/net/tun for the encrypted tunnel: {0}; load the kernel's module tun, or set `tunnel.kind: vxlan`"
+    )]
+    NoTun(io::Error),
     /// The path between node and VM does not fit the tunnel.
     #[error("reach {peer} for the tunnel: {why}")]
     Path {

@@ -16,6 +16,7 @@ use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteScope};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use nix::errno::Errno;
 use peerpod_common::tun::{Tun, open_tun};
 use rtnetlink::{AddressMessageBuilder, LinkUnspec, RouteMessageBuilder};
 
@@ -82,10 +83,10 @@ impl Inner {
     }
 
     fn prepare(&self, client: &mut Client) -> Result<Option<Tun>, Error> {
-        let failed = |e: io::Error| {
-            let attempt =
-                format!("open the TUN device {DEVICE} for the encrypted tunnel (kernel module tun)");
-            Error::kernel(attempt)(e.into())
+        let failed = |e: io::Error| match e.raw_os_error().map(Errno::from_raw) {
+            // Without the node, and with a node that leads to no driver.
+            Some(Errno::ENOENT | Errno::ENODEV | Errno::ENXIO) => Error::NoTun(e),
+            _ => Error::kernel(format!("open the TUN device {DEVICE} for the encrypted tunnel"))(e.into()),
         };
         let opened = self.netns.run(|| {
             let opened = open_tun(DEVICE);

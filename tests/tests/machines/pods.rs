@@ -57,10 +57,12 @@ async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<
     if output.status == 0 { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
+/// Walks with the encrypted tunnel. The other tests, and those of the disk image, use the plain one.
 #[tokio::test(flavor = "multi_thread")]
-async fn one_pod_in_a_real_machine_from_create_to_exec_and_removal() {
+async fn one_pod_in_a_real_machine_with_the_encrypted_tunnel_from_create_to_exec_and_removal() {
     let place = Place::new();
-    let walked = stages::walk_in(&place.world, place.settings.clone(), &mut stages::Silent).await;
+    let settings = place.settings.clone().set("tunnel.kind", "wireguard");
+    let walked = stages::walk_in(&place.world, settings, &mut stages::Silent).await;
     let report = walked.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     for stage in &report.passed {
         println!("{:>8.1?} {}: {}", stage.took, stage.name, stage.seen);

@@ -10,7 +10,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 
+use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout};
 
 use crate::status;
@@ -72,6 +74,9 @@ pub(super) fn complete() {
     mount_missing(LATER);
     if status::in_first_pid_namespace() {
         mount_known(EXTRAS);
+        if let Err(error) = make_tun() {
+            tracing::warn!(%error, "cannot make /dev/net/tun: the encrypted tunnel does not start");
+        }
     }
     for (to, link) in LINKS {
         if let Err(error) = symlink(to, link)
@@ -79,6 +84,16 @@ pub(super) fn complete() {
         {
             tracing::warn!(link, %error, "cannot make a link");
         }
+    }
+}
+
+/// Makes the device of the encrypted tunnel. Its first use makes the kernel request the module tun.
+fn make_tun() -> io::Result<()> {
+    fs::create_dir_all("/dev/net")?;
+    let mode = Mode::S_IRUSR | Mode::S_IWUSR;
+    match mknod("/dev/net/tun", SFlag::S_IFCHR, mode, makedev(10, 200)) {
+        Err(error) if error != Errno::EEXIST => Err(error.into()),
+        _ => Ok(()),
     }
 }
 
