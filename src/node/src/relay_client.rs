@@ -143,6 +143,7 @@ impl RelayClient {
             session: state.guest_session,
             status: state.guest_status,
             address: state.guest_address.parse().ok(),
+            shim_gone: state.shim_seen && state.shim_connections == 0 && !state.hypervisor_connected,
         };
         self.sender(&state.id).send_if_modified(|guest| std::mem::replace(guest, new) != *guest);
     }

@@ -50,6 +50,8 @@ pub struct Settings {
     pub never_started_grace: Duration,
     /// Time for which a network namespace must be gone before the node stops its sandbox.
     pub netns_gone_grace: Duration,
+    /// Time for which a shim must be gone before the node stops its sandbox.
+    pub shim_gone_grace: Duration,
     /// Time for which the guest of a running sandbox must be away before the node asks the provider about its VM.
     pub vm_gone_grace: Duration,
     pub max_sandboxes: usize,

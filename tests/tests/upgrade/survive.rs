@@ -288,6 +288,28 @@ async fn a_sandbox_with_a_vanished_network_namespace_is_reaped() {
 }
 
 #[tokio::test]
+async fn a_sandbox_ends_after_its_shim_and_not_after_a_second_connection() {
+    let world = World::new().unwrap();
+    let settings = Settings::none().set("node.shim-gone-grace", "1s");
+    let daemons = Daemons::start(&world, settings).await.unwrap();
+    let [kept, killed] = [(); 2].map(|()| Sandbox::start(&world, &daemons, "shim"));
+    let (mut kept, killed) = tokio::try_join!(kept, killed).unwrap();
+    // A process of the runtime comes and goes beside the shim, for `shim delete` or a metric.
+    drop(AgentClient::connect(&kept.socket).await.unwrap());
+    drop(daemons.shim().await.unwrap());
+    // The Go shim has no connection to the hypervisor API between its calls.
+    kept.shim = daemons.shim().await.unwrap();
+    let Sandbox { id, agent, shim, pod, .. } = killed;
+    drop(shim);
+    agent.check().await.unwrap();
+    drop(agent);
+    daemons.gone(&id, PATIENCE).await.unwrap();
+    assert!(pod.namespace().path().exists(), "its namespace did not end it");
+    kept.lives().await.unwrap();
+    kept.stop(&daemons).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_container_restarts_while_the_node_is_dead() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();

@@ -20,6 +20,8 @@ const TICKET_TTL: Duration = Duration::from_secs(30 * 60);
 const NEVER_STARTED_GRACE: Duration = Duration::from_secs(15 * 60);
 /// Time after which a sandbox without its network namespace is removed: longer than a restart of the runtime.
 const NETNS_GONE_GRACE: Duration = Duration::from_secs(30);
+/// Time after which a sandbox without its shim is removed. A restart of the runtime leaves shims and connections alone.
+const SHIM_GONE_GRACE: Duration = Duration::from_secs(20);
 /// Time without a guest's link before the node asks the provider for the VM: two lost keep-alives of the link.
 const VM_GONE_GRACE: Duration = Duration::from_secs(24);
 /// Lifetime of a tombstone: longer than a container runtime repeats a call.
@@ -70,6 +72,7 @@ pub(super) fn sandbox_settings(reader: &mut Reader, cluster_name: Option<String>
         tombstone_ttl: reader.constant("node.tombstone-ttl", "TOMBSTONE_TTL", TOMBSTONE_TTL),
         never_started_grace: reader.constant("node.never-started-grace", "NEVER_STARTED_GRACE", NEVER_STARTED_GRACE),
         netns_gone_grace: reader.constant("node.netns-gone-grace", "NETNS_GONE_GRACE", NETNS_GONE_GRACE),
+        shim_gone_grace: reader.constant("node.shim-gone-grace", "SHIM_GONE_GRACE", SHIM_GONE_GRACE),
         vm_gone_grace: reader.constant("node.vm-gone-grace", "VM_GONE_GRACE", VM_GONE_GRACE),
         max_sandboxes: usize::try_from(max_sandboxes).unwrap_or(usize::MAX),
         guest_memory_mib: GUEST_MEMORY,

@@ -135,6 +135,24 @@ async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
     let away = client.call(&"away".parse().unwrap(), Request::new(), Duration::from_secs(5)).await;
     assert!(away.unwrap_err().contains("not connected"));
 
+    // A shim without a connection is gone, but not before its first one.
+    let shim = |seen, agent, hypervisor| SandboxState {
+        shim_seen: seen,
+        shim_connections: agent,
+        hypervisor_connected: hypervisor,
+        ..state("a", "s1")
+    };
+    let shims = [(false, 0, true), (false, 0, false), (true, 2, true), (true, 1, false), (true, 0, true)];
+    for (version, (seen, agent, hypervisor)) in (2..).zip(shims) {
+        let alone =
+            SandboxState { guest_address: format!("192.0.2.{version}"), ..shim(seen, agent, hypervisor) };
+        said.states.send_replace((version, vec![alone.clone()]));
+        until("heard", || guest.borrow().address == alone.guest_address.parse().ok()).await;
+        assert!(!guest.borrow().shim_gone, "{alone}");
+    }
+    said.states.send_replace((7, vec![shim(true, 0, false)]));
+    until("the shim is gone", || guest.borrow().shim_gone).await;
+
     // The same relay again: no new epoch.
     server.disconnect().await;
     drop(server);

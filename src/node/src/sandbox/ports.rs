@@ -102,7 +102,7 @@ pub(crate) struct Trusted {
     pub cas: Vec<Vec<u8>>,
 }
 
-/// Last state of a sandbox's guest, as reported by the relay.
+/// Last state of a sandbox's guest and shim, as reported by the relay.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Guest {
     pub connected: bool,
@@ -112,6 +112,9 @@ pub(crate) struct Guest {
     pub status: Vec<u8>,
     /// Source address of its last connection, as the relay saw it.
     pub address: Option<IpAddr>,
+    /// The shim had connections to the agent and has none to Peerpod now. A live shim keeps its first one and never opens
+    /// another.
+    pub shim_gone: bool,
 }
 
 /// Event for the pod's owner.

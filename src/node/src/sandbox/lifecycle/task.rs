@@ -47,6 +47,7 @@ pub(crate) enum Stop {
     Inbox,
     NeverStarted,
     NetnsGone,
+    ShimGone,
 }
 
 impl Stop {
@@ -57,6 +58,7 @@ impl Stop {
             Stop::Inbox => "inbox",
             Stop::NeverStarted => "never_started",
             Stop::NetnsGone => "netns_gone",
+            Stop::ShimGone => "shim_gone",
         }
     }
 
@@ -66,6 +68,7 @@ impl Stop {
             Stop::Inbox => "StopVM was called while the node was away",
             Stop::NeverStarted => "StartVM was never called",
             Stop::NetnsGone => "its network namespace is gone",
+            Stop::ShimGone => "its shim is gone",
         }
     }
 }

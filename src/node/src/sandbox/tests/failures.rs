@@ -216,6 +216,29 @@ async fn an_invalid_network_namespace_is_refused_before_any_effect() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_sandbox_ends_half_a_minute_after_its_shim_and_not_for_a_moment_without() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    for name in ["a", "b"] {
+        node.run(name).await;
+    }
+    let gone = |name: &str, gone: bool| {
+        node.fx.guest_sender(name).send_modify(|guest| guest.shim_gone = gone);
+    };
+    gone("a", true);
+    gone("b", true);
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    gone("b", false);
+    let began = Instant::now();
+    node.until("its end", |node| node.phase("a") == "gone").await;
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+    assert_eq!((node.phase("b"), world.vms()), ("running".into(), 1));
+    let late = node.table.start(&id("a")).await.unwrap_err();
+    assert!(matches!(&late, Error::Stopped { cause, .. } if cause == "its shim is gone"), "{late}");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_full_disk_fails_the_call_before_any_effect() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;

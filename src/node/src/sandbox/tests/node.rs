@@ -30,6 +30,7 @@ pub(super) fn settings() -> Settings {
         tombstone_ttl: Duration::from_secs(6 * 3600),
         never_started_grace: Duration::from_secs(900),
         netns_gone_grace: Duration::from_secs(30),
+        shim_gone_grace: Duration::from_secs(20),
         vm_gone_grace: Duration::from_secs(24),
         max_sandboxes: 1000,
         guest_memory_mib: 100,

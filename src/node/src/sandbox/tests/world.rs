@@ -467,7 +467,7 @@ impl Fake {
         &self.ledger
     }
 
-    fn guest_sender(&self, id: &str) -> watch::Sender<Guest> {
+    pub(super) fn guest_sender(&self, id: &str) -> watch::Sender<Guest> {
         let session = self.world.state().links.get(id).cloned();
         let mut guests = self.guests.lock().unwrap();
         let sender = guests.entry(id.to_owned()).or_insert_with(|| {

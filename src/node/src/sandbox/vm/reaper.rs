@@ -1,6 +1,6 @@
-//! Stops sandboxes that were never started or lost their network namespace, and removes expired tombstones.
+//! Stops sandboxes that were never started, or lost their network namespace or shim, and removes expired tombstones.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -11,12 +11,9 @@ use crate::sandbox::Sandboxes;
 use crate::sandbox::lifecycle::{Entry, Phase, Stop};
 use crate::spec::SandboxId;
 
-/// Times since which sandboxes lack their namespace or a StartVM, as seen by this process: a call may have been held.
+/// Reason to stop each abandoned sandbox, and since when, as seen by this process: a call may have been held.
 #[derive(Default)]
-pub(crate) struct Reaper {
-    missing: HashMap<SandboxId, Instant>,
-    unstarted: HashMap<SandboxId, Instant>,
-}
+pub(crate) struct Reaper(HashMap<SandboxId, (Stop, Instant)>);
 
 const EVERY: Duration = Duration::from_secs(5);
 
@@ -34,36 +31,38 @@ impl Reaper {
         for id in table.expired(now) {
             table.forget(&id).await;
         }
-        let settings = table.0.settings.clone();
-        let mut seen = HashSet::new();
-        let mut waiting = HashSet::new();
+        let mut abandoned = HashMap::new();
         for (id, netns, started) in table.live_netns() {
-            if !started {
-                waiting.insert(id.clone());
+            let Some((reason, grace)) = table.abandoned(&id, &netns, started) else { continue };
+            let known = self.0.get(&id).filter(|(known, _)| *known == reason);
+            let since = known.map_or_else(Instant::now, |(_, since)| *since);
+            abandoned.insert(id.clone(), (reason, since));
+            if since.elapsed() < grace {
+                continue;
             }
-            let reason = if !table.0.ports.network.netns_lives(&netns) {
-                let since = *self.missing.entry(id.clone()).or_insert_with(Instant::now);
-                seen.insert(id.clone());
-                (since.elapsed() >= settings.netns_gone_grace).then_some(Stop::NetnsGone)
-            } else if started {
-                None
-            } else {
-                let since = *self.unstarted.entry(id.clone()).or_insert_with(Instant::now);
-                (since.elapsed() >= settings.never_started_grace).then_some(Stop::NeverStarted)
-            };
-            let Some(reason) = reason else { continue };
             let pod = table.pod(&id);
             info!(sandbox = %id, pod = &*pod, reason = reason.reason(), "stopping an abandoned sandbox");
             if let Err(error) = table.stop(&id, reason).await {
                 warn!(sandbox = %id, pod = &*pod, %error, "cannot stop an abandoned sandbox; trying again");
             }
         }
-        self.missing.retain(|id, _| seen.contains(id));
-        self.unstarted.retain(|id, _| waiting.contains(id));
+        self.0 = abandoned;
     }
 }
 
 impl Sandboxes {
+    /// Returns the reason to stop a live sandbox, and the time for which it must hold.
+    fn abandoned(&self, id: &SandboxId, netns: &NetnsRef, started: bool) -> Option<(Stop, Duration)> {
+        let (settings, ports) = (&self.0.settings, &self.0.ports);
+        if !ports.network.netns_lives(netns) {
+            Some((Stop::NetnsGone, settings.netns_gone_grace))
+        } else if !started {
+            Some((Stop::NeverStarted, settings.never_started_grace))
+        } else {
+            ports.relay.guest(id).borrow().shim_gone.then_some((Stop::ShimGone, settings.shim_gone_grace))
+        }
+    }
+
     /// Returns the live sandboxes with their network namespaces and whether StartVM was called.
     fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, bool)> {
         let state = self.state();
