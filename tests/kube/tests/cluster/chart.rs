@@ -235,6 +235,8 @@ fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
     for file in ["containerd-1.toml", "containerd-2.toml", "crio.conf"] {
         assert!(keys(file).iter().any(|key| key.contains("kata-remote")), "{file}");
     }
+    let old = kata["data"]["containerd-1.toml"].as_str().unwrap();
+    assert!(old.contains("containerd-shim-kata-remote-v2"), "containerd 1.6 looks for the shim by this name");
 }
 
 fn flatten(path: &str, value: &toml::Value, found: &mut BTreeSet<String>) {
