@@ -204,6 +204,7 @@ fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
         "hypervisor.remote.remote_hypervisor_timeout",
         "agent.kata.dial_timeout",
         "runtime.disable_guest_empty_dir",
+        "runtime.experimental_force_guest_pull",
         "runtime.create_container_timeout",
         "runtime.kubelet_root_dir",
     ];
@@ -218,6 +219,7 @@ fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
         "runtime.name",
         "runtime.hypervisor_name",
         "runtime.agent_name",
+        "runtime.experimental",
     ];
     let expected =
         |own: &[&str]| shared.iter().chain(own).map(|key| (*key).to_owned()).collect::<BTreeSet<_>>();
@@ -232,6 +234,13 @@ fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
         assert_eq!(read["runtime"]["internetworking_model"].as_str(), Some("none"));
         assert_eq!(read["runtime"]["static_sandbox_resource_mgmt"].as_bool(), Some(true));
     }
+    // Without these the first pod fails after its VM was made.
+    let runtime =
+        |file: &str| kata["data"][file].as_str().unwrap().parse::<toml::Table>().unwrap()["runtime"].clone();
+    let pulls = &runtime("configuration-remote-rs.toml")["experimental"];
+    assert_eq!(pulls.as_array().unwrap(), &[toml::Value::from("force_guest_pull")]);
+    let pulls = &runtime("configuration-remote-go.toml")["experimental_force_guest_pull"];
+    assert_eq!(pulls.as_bool(), Some(true));
     for file in ["containerd-1.toml", "containerd-2.toml", "crio.conf"] {
         assert!(keys(file).iter().any(|key| key.contains("kata-remote")), "{file}");
     }
