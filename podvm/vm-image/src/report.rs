@@ -130,8 +130,14 @@ impl Report {
         for (folder, size) in folders {
             writeln!(out, "  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20))?;
         }
-        if self.test_agent {
-            let why = "the agent is the project's test agent (--kata-agent supplies a real one)";
+        let unfit = if self.test_agent {
+            Some("the agent is the project's test agent (--kata-agent supplies a real one)")
+        } else if !self.contents.contains_key("/pause_bundle/config.json") {
+            Some("no pod starts, because the kata-agent has no pause bundle (--pause-bundle supplies one)")
+        } else {
+            None
+        };
+        if let Some(why) = unfit {
             writeln!(out, "  NOT FOR PRODUCTION: {why}")?;
         }
         Ok(())

@@ -273,6 +273,8 @@ fn an_agent_that_could_not_run_is_refused() {
     // The image has the C library: such an agent would run, and the image is not a test image.
     let output = folder.build("minimal", "one", "022", &["--kata-agent", dynamic]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("NOT FOR PRODUCTION: no pod starts") && said.contains("--pause-bundle"), "{said}");
     let about: serde_json::Value =
         serde_json::from_slice(&fs::read(folder.path("one/image/image.json")).unwrap()).unwrap();
     assert_eq!(about["test_agent"], false);
