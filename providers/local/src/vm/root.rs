@@ -20,6 +20,8 @@ const PULL: &str = "peerpod-pull";
 const AGENT: &str = "/opt/peerpod/kata-agent";
 const AGENT_CONFIG: &str = "/etc/agent-config.toml";
 const AGENT_SOCKET: &str = "/run/peerpod/agent.sock";
+/// Bundle of the pod's own container, which a real kata-agent expects in the root.
+const PAUSE_BUNDLE: &str = "pause_bundle";
 
 /// Folders of the node with programs and libraries; symbolic links on a merged-/usr system.
 const SYSTEM: [&str; 8] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "libo32"];
@@ -71,6 +73,13 @@ pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     if pull.is_file() {
         bind_file(&pull, &inside(root, GUEST).with_file_name(PULL))?;
     }
+    let bundle = description.agent_binary.with_file_name(PAUSE_BUNDLE);
+    if bundle.is_dir() {
+        let target = root.join(PAUSE_BUNDLE);
+        directory(&target)?;
+        bind(&bundle, &target)?;
+        read_only(&target)?;
+    }
     user_data(root, &description.user_data)?;
     devices(root)?;
     kernel(root)
@@ -94,7 +103,9 @@ fn etc(root: &Path, description: &Description) -> anyhow::Result<()> {
     });
     write(&etc.join("peerpod/guest.json"), &settings.to_string(), 0o644)?;
     // In the agent's own format; a VM image would hold this file.
-    let agent = format!("server_addr = \"unix://{AGENT_SOCKET}\"\nlog_level = \"info\"\n");
+    let agent = format!(
+        "server_addr = \"unix://{AGENT_SOCKET}\"\nlog_level = \"info\"\nguest_components_procs = \"none\"\n"
+    );
     write(&inside(root, AGENT_CONFIG), &agent, 0o644)
 }
 

@@ -16,7 +16,7 @@ cd /
 echo "pid=$$ hostname=$(cat /proc/sys/kernel/hostname)"
 echo "links=$(echo $(ls /sys/class/net))"
 echo "processes=$(echo $(ls -d /proc/[0-9]* | wc -l))"
-for at in /usr/x /etc/ssl/x /media/cidata/x /sys/x; do
+for at in /usr/x /etc/ssl/x /media/cidata/x /sys/x /pause_bundle/x; do
   (: > $at) 2>/dev/null && echo "can write $at"
 done
 for at in /x /tmp/x /run/x /var/lib/x /dev/shm/x /etc/peerpod/x; do
@@ -25,6 +25,8 @@ done
 echo "user-data=$(stat -c '%a %u' /media/cidata/user-data) $(cat /media/cidata/user-data)"
 echo "settings=$(cat /etc/peerpod/guest.json)"
 echo "agent=$(test -x /opt/peerpod/kata-agent && echo executable)"
+echo "pause=$(cat /pause_bundle/config.json)"
+echo "components=$(grep -c 'guest_components_procs = "none"' /etc/agent-config.toml)"
 echo "random=$(head -c 4 /dev/urandom | wc -c) null=$(echo x > /dev/null && echo ok)"
 echo "tmp=$(stat -c %a /tmp) machine-id=$(wc -c < /etc/machine-id)"
 echo "environment=$(echo $(env | grep -v -e ^PWD= -e ^_= -e ^SHLVL= -e ^OLDPWD= | cut -d= -f1 | sort))"
@@ -38,7 +40,14 @@ exec sleep infinity
 #[test]
 fn a_vm_has_its_own_namespaces() {
     let place = Place::new(CURIOUS);
-    let provider = LocalProvider::open(place.config()).unwrap();
+    // As with a real kata-agent, and its bundle beside it.
+    let mut config = place.config();
+    let folder = config.guest_binary.with_file_name("agent");
+    fs::create_dir_all(folder.join("pause_bundle/rootfs")).unwrap();
+    fs::write(folder.join("pause_bundle/config.json"), "{}").unwrap();
+    config.agent_binary = folder.join("kata-agent");
+    fs::copy("/bin/true", &config.agent_binary).unwrap();
+    let provider = LocalProvider::open(config).unwrap();
     let (id, _) = create(&provider, 1);
     until("the guest has looked around", || console(&provider, &id).contains("done."));
     let seen = console(&provider, &id);
@@ -47,6 +56,8 @@ fn a_vm_has_its_own_namespaces() {
         "links=eth0 lo",
         "user-data=400 0 {\"peerpod\":1}",
         "agent=executable",
+        "pause={}",
+        "components=1",
         "random=4 null=ok",
         "tmp=1777 machine-id=33",
         "environment=HOME PATH TERM",
