@@ -190,7 +190,7 @@ fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Resul
         // A separate program enters the root, which would need unsafe code here; the VM's image has no chroot(1).
         program if rootfs.is_some() => {
             let mut command = tool(&["chroot"]);
-            command.arg(rootfs.unwrap_or(Path::new("/"))).arg(program);
+            command.arg(rootfs.unwrap_or(Path::new("/"))).arg(&specification.Cwd).arg(program);
             command
         }
         TOOL => tool(&[]),
@@ -200,7 +200,9 @@ fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Resul
     };
     command.args(arguments).env_clear();
     command.envs(specification.Env.iter().filter_map(|entry| entry.split_once('=')));
-    if !specification.Cwd.is_empty() {
+    if rootfs.is_none() && !specification.Cwd.is_empty() {
+        // An image need not contain it, and the real agent makes it, too.
+        std::fs::create_dir_all(&specification.Cwd).map_err(error::io)?;
         command.current_dir(&specification.Cwd);
     }
     Ok(streams(command))

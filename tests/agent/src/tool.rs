@@ -15,8 +15,8 @@ use anyhow::{Context, bail};
 /// Time limit of a fetch, long enough for an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs a tool. `cgroup FOLDER PROGRAM …` executes the program in that cgroup; `chroot FOLDER PROGRAM …` executes it
-/// with the folder as its root. `page PORT` serves a page with the client's address until it is killed;
+/// Runs a tool. `cgroup FOLDER PROGRAM …` executes the program in that cgroup; `chroot FOLDER CWD PROGRAM …` executes it
+/// with the folder as its root, in a working directory that is made if the root has none. `page PORT` serves a page with the client's address until it is killed;
 /// `fetch ADDRESS:PORT` prints one. `pause` waits to be killed.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
@@ -26,9 +26,11 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
             let error = Command::new(program).args(arguments).exec();
             Err(error).with_context(|| format!("run {program}"))
         }
-        ["chroot", folder, program, ref arguments @ ..] => {
+        ["chroot", folder, cwd, program, ref arguments @ ..] => {
             nix::unistd::chroot(folder).with_context(|| format!("enter {folder}"))?;
-            let error = Command::new(program).args(arguments).current_dir("/").exec();
+            let cwd = Path::new("/").join(cwd);
+            fs::create_dir_all(&cwd).with_context(|| format!("make {} in {folder}", cwd.display()))?;
+            let error = Command::new(program).args(arguments).current_dir(cwd).exec();
             Err(error).with_context(|| format!("run {program} in {folder}"))
         }
         ["page", port] => serve(port.parse().with_context(|| format!("{port} is not a port"))?),
@@ -37,7 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
             thread::park();
         },
         _ => bail!(
-            "tool cgroup FOLDER PROGRAM [ARGUMENT …] | tool chroot FOLDER PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
+            "tool cgroup FOLDER PROGRAM [ARGUMENT …] | tool chroot FOLDER CWD PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
         ),
     }
 }

@@ -126,6 +126,18 @@ async fn input_comes_back_byte_for_byte_and_ends() {
 }
 
 #[tokio::test]
+async fn a_missing_working_directory_is_made() {
+    let agent = Agent::start("cwd").await;
+    let cwd = agent.folder.join("not/there");
+    let mut request = ContainerSpec::new("c1", &["/bin/sh", "-c", "pwd"]).request();
+    request.OCI.as_mut().unwrap().Process.as_mut().unwrap().Cwd = cwd.to_str().unwrap().into();
+    agent.client.create_container(&request).await.unwrap();
+    agent.client.start_container("c1").await.unwrap();
+    let output = agent.client.output("c1", "").await.unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{}\n", cwd.display()));
+}
+
+#[tokio::test]
 async fn a_terminal_is_one_stream() {
     let agent = Agent::start("tty").await;
     let mut request = ContainerSpec::new(

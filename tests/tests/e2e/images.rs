@@ -447,12 +447,14 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     agent.create_sandbox(&sandbox).await.unwrap();
 
     // By its own name: without /proc, busybox does not find itself.
-    let script = "busybox cat /old/one /tmp/made; ls /old; test -e /etc/passwd || echo alone";
-    agent.create_container(&of_image(&name, "main", &["/bin/sh", "-c", script])).await.unwrap();
+    let script = "busybox cat /old/one /tmp/made; ls /old; test -e /etc/passwd || echo alone; pwd";
+    let mut container = of_image(&name, "main", &["/bin/sh", "-c", script]);
+    container.OCI.as_mut().unwrap().Process.as_mut().unwrap().Cwd = "/work/dir".into();
+    agent.create_container(&container).await.unwrap();
     agent.start_container("main").await.unwrap();
     let output = agent.output("main", "").await.unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(said, "onemadeone\nthree\nalone\n", "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(said, "onemadeone\nthree\nalone\n/work/dir\n", "{}", String::from_utf8_lossy(&output.stderr));
 
     // The response to the user names the fault of an image.
     let wrong = format!("{address}/team/app:v2");
