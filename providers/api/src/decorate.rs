@@ -205,6 +205,10 @@ impl Provider for Decorated {
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
         self.inner.events()
     }
+
+    fn health(&self) -> Option<BoxStream<'static, Option<String>>> {
+        self.inner.health()
+    }
 }
 
 /// Returned only where the provider itself has batches.

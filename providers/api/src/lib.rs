@@ -119,6 +119,12 @@ pub trait Provider: Send + Sync + 'static {
         None
     }
 
+    /// Returns a stream of the provider's health, where it has a connection that shows it without a call: the reason
+    /// why it cannot work now, and `None` when it can again. While there is a reason, the node is not ready.
+    fn health(&self) -> Option<BoxStream<'static, Option<String>>> {
+        None
+    }
+
     /// Registers the provider's own metrics, under its name. The decorator calls it once, and itself provides the
     /// metrics of calls, failures and times.
     fn register_metrics(&self, _registry: &mut Registry) {}

@@ -9,6 +9,8 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
 use peerpod_common::backoff::Backoff;
 use peerpod_proto::provider as wire;
 use peerpod_proto::provider_ttrpc::ProviderClient;
@@ -94,6 +96,19 @@ impl Connection {
             _ => self.state.borrow().clone(),
         };
         found.unwrap_or_else(|| Err(Error::transient(format!("{} is not there yet", self.who()))))
+    }
+
+    /// Returns the changes of the connection from now on: the reason why there is none.
+    pub(crate) fn health(&self) -> BoxStream<'static, Option<String>> {
+        let next = |mut state: watch::Receiver<State>| async move {
+            state.changed().await.ok()?;
+            let why = match &*state.borrow_and_update() {
+                Some(Err(error)) => Some(error.to_string()),
+                Some(Ok(_)) | None => None,
+            };
+            Some((why, state))
+        };
+        stream::unfold(self.state.subscribe(), next).boxed()
     }
 
     /// Keeps the connection up. Never returns.

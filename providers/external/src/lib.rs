@@ -255,6 +255,10 @@ impl Provider for External {
         };
         self.known().capabilities.events.then(|| stream::unfold(following, Following::next).boxed())
     }
+
+    fn health(&self) -> Option<BoxStream<'static, Option<String>>> {
+        Some(self.connection.health())
+    }
 }
 
 /// Returned only where the provider announced batches.

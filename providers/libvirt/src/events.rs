@@ -8,8 +8,8 @@ use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
 use peerpod_common::backoff::Backoff;
 use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
-use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::Shared;
@@ -49,6 +49,16 @@ pub(crate) fn stream(shared: &Arc<Shared>) -> BoxStream<'static, ProviderEvent> 
     stream::unfold(heard, next).boxed()
 }
 
+/// Returns the changes of libvirtd's health from now on, which the task that listens to libvirtd notices.
+pub(crate) fn health(shared: &Shared) -> BoxStream<'static, Option<String>> {
+    let next = |mut away: watch::Receiver<Option<String>>| async move {
+        away.changed().await.ok()?;
+        let now = away.borrow_and_update().clone();
+        Some((now, away))
+    };
+    stream::unfold(shared.away.subscribe(), next).boxed()
+}
+
 async fn listen(shared: Weak<Shared>) {
     let mut said = false;
     loop {
@@ -65,6 +75,9 @@ async fn listen(shared: Weak<Shared>) {
             tracing::warn!("libvirtd sends no events: {error}; VMs that end are seen when it is back");
         }
         said = outcome.is_err();
+        let Some(here) = shared.upgrade() else { return };
+        here.set_away(outcome.err().map(|error| error.to_string()));
+        drop(here);
         sleep(AGAIN).await;
     }
 }
@@ -73,6 +86,9 @@ async fn listen(shared: Weak<Shared>) {
 async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let mut events = libvirt.events();
     compare(shared, libvirt).await?;
+    if let Some(shared) = shared.upgrade() {
+        shared.set_away(None);
+    }
     let mut looks = Backoff::new(FIRST_LOOK, LAST_LOOK);
     let mut next = Instant::now() + looks.pause();
     loop {
@@ -129,6 +145,10 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
 }
 
 impl Shared {
+    fn set_away(&self, why: Option<String>) {
+        self.away.send_if_modified(|away| std::mem::replace(away, why.clone()) != why);
+    }
+
     /// Reports the end of a VM once, unless the provider caused it.
     fn has_ended(&self, uuid: &Uuid, why: &str) {
         if !self.lives.lock().running.remove(uuid) {

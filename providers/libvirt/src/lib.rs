@@ -38,7 +38,7 @@ use peerpod_provider_api::{
     Capabilities, Console, CreateRequest, Created, Error, Extensions, IdempotencyKey, InstanceId, Owned,
     Preflight, Provider, ProviderEvent, detached,
 };
-use tokio::sync::{Mutex, broadcast};
+use tokio::sync::{Mutex, broadcast, watch};
 
 pub use config::LibvirtConfig;
 use marks::VmOwner;
@@ -69,6 +69,8 @@ struct Shared {
     turns: KeyedLocks<Uuid>,
     lives: Lock<Lives>,
     ended: broadcast::Sender<ProviderEvent>,
+    /// Reason why libvirtd cannot be reached, as long as events are listened to.
+    away: watch::Sender<Option<String>>,
     /// Result of the last VM's address reservation, with the remedy for a failure; `None`: not tried yet.
     last_reservation: Lock<Option<Result<(), String>>>,
 }
@@ -89,6 +91,7 @@ impl LibvirtProvider {
             turns: KeyedLocks::default(),
             lives: Lock::default(),
             ended: broadcast::channel(1024).0,
+            away: watch::Sender::new(None),
             last_reservation: Lock::default(),
         };
         LibvirtProvider { shared: Arc::new(shared) }
@@ -145,6 +148,10 @@ impl Provider for LibvirtProvider {
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
         Some(events::stream(&self.shared))
+    }
+
+    fn health(&self) -> Option<BoxStream<'static, Option<String>>> {
+        Some(events::health(&self.shared))
     }
 }
 

@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, anyhow, bail};
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
 use nix::fcntl::{Flock, FlockArg};
 use peerpod_base::admin::{self, BlockReady, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
@@ -271,6 +273,8 @@ impl Parts {
     /// Starts the provider's preflight, the client of the relay, and the supply of its descriptors.
     async fn start(&self, tasks: &mut Tasks, ready: &Ready) {
         let Parts { provider, relay, addresses, tunnel, .. } = self;
+        // Before the preflight, which may wait for a connection that is lost meanwhile.
+        spawn(tasks, "readiness of the provider", report_provider(provider.health(), ready.clone()));
         preflight(tasks, provider.clone(), addresses.clone(), ready).await;
         spawn(tasks, "relay client", relay.clone().run());
         spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
@@ -379,6 +383,18 @@ async fn report_relay<T>(mut connection: watch::Receiver<Option<T>>, ready: Read
     }
 }
 
+/// Marks the node as not ready while the provider cannot work: no pod could start.
+async fn report_provider(health: Option<BoxStream<'static, Option<String>>>, ready: Ready) {
+    const NAME: &str = "provider-connection";
+    let mut health = health.unwrap_or_else(|| stream::pending().boxed());
+    while let Some(away) = health.next().await {
+        match away {
+            Some(why) => ready.not_ready(NAME, &format!("{why}: no pod can start; running pods go on")),
+            None => ready.ready(NAME),
+        }
+    }
+}
+
 /// Asks the provider whether the node may make all later calls. The node is not ready until it has answered.
 async fn preflight(tasks: &mut Tasks, provider: Arc<dyn Provider>, addresses: GuestAddresses, ready: &Ready) {
     let (blocked, ready) = (ready.block("provider"), ready.clone());
@@ -479,4 +495,35 @@ fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
     };
     let (listener, id) = bound().with_context(|| format!("listen on {}", path.display()))?;
     Ok((Listener::from(listener), (path, id)))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_node_is_not_ready_while_the_provider_cannot_work() {
+        let (say, heard) = mpsc::channel(1);
+        let health = stream::unfold(heard, |mut heard| async move { Some((heard.recv().await?, heard)) });
+        let ready = Ready::new();
+        let reporting = tokio::spawn(report_provider(Some(health.boxed()), ready.clone()));
+        for round in 0..2 {
+            say.send(Some("libvirtd closed the connection".to_owned())).await.unwrap();
+            while ready.is_ready() {
+                tokio::task::yield_now().await;
+            }
+            let (_, why) = ready.waiting().pop_first().unwrap();
+            assert_eq!(
+                why, "libvirtd closed the connection: no pod can start; running pods go on",
+                "{round}"
+            );
+            say.send(None).await.unwrap();
+            while !ready.is_ready() {
+                tokio::task::yield_now().await;
+            }
+        }
+        reporting.abort();
+    }
 }

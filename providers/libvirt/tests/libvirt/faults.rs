@@ -213,11 +213,14 @@ async fn uefi_boots_a_disk_without_signature_or_kept_variables() {
 async fn vms_survive_a_restart_of_libvirtd() {
     let mut place = Place::new();
     let provider = place.provider();
-    let mut events = provider.events().unwrap();
+    let (mut events, mut health) = (provider.events().unwrap(), provider.health().unwrap());
     let (one, two) = (create(&*provider, 1).await, create(&*provider, 2).await);
     let before = place.machines();
     assert_eq!(before.len(), 2);
     place.libvirtd.kill().unwrap();
+    // Known without a call.
+    let away = tokio::time::timeout(PATIENCE, health.next()).await.expect("its end is noticed").unwrap();
+    assert!(away.as_ref().is_some_and(|why| why.contains("libvirtd")), "{away:?}");
     let text = text_of(provider.list_owned().await, "transient");
     assert!(text.contains("libvirtd"), "{text}");
     // One VM ends while libvirtd is down.
@@ -233,6 +236,8 @@ async fn vms_survive_a_restart_of_libvirtd() {
     place.libvirtd.begin().unwrap();
     let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
     assert_eq!(told.id, one.id);
+    let again = async { while health.next().await.unwrap().is_some() {} };
+    tokio::time::timeout(PATIENCE, again).await.expect("its return is noticed");
     assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
     assert_eq!(state(&*provider, &two.id).await, Some(OwnedState::Running));
     // A repeated create from another provider does not start an ended VM, either.
