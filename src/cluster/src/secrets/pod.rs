@@ -19,6 +19,8 @@ use super::refusal::{No, no};
 const MOST: usize = 64;
 /// Concurrent reads of secrets for one request.
 const AT_ONCE: usize = 8;
+/// Annotation of mirror pods. A node makes them itself, without an account.
+const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// Pull secrets of a pod, in the form of an answer.
 #[derive(Serialize)]
@@ -66,6 +68,12 @@ pub(super) async fn of_node(
         );
         return Err(forbidden(said, "no peer pod"));
     }
+    if pod.metadata.annotations.as_ref().is_some_and(|annotations| annotations.contains_key(MIRROR)) {
+        let said = format!(
+            "pod {name} is a mirror pod, which the node made itself; create it through the API server instead"
+        );
+        return Err(forbidden(said, "a mirror pod"));
+    }
     Ok(pod)
 }
 
@@ -75,15 +83,16 @@ pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, No> {
     let namespace = pod.metadata.namespace.unwrap_or_default();
     let spec = pod.spec.unwrap_or_default();
     let mut notes = Vec::new();
-    let account =
-        spec.service_account_name.filter(|name| !name.is_empty()).unwrap_or_else(|| "default".to_owned());
-    let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), &namespace);
-    let what = format!("read service account {namespace}/{account}");
-    let found = within(what, accounts.get_opt(&account)).await?;
-    if found.is_none() {
-        notes.push(format!("there is no service account {namespace}/{account}"));
+    let mut of_account = Vec::new();
+    // The API server gives every pod an account, except those that a node makes itself.
+    if let Some(account) = spec.service_account_name.filter(|name| !name.is_empty()) {
+        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), &namespace);
+        let what = format!("read service account {namespace}/{account}");
+        match within(what, accounts.get_opt(&account)).await? {
+            Some(found) => of_account = found.image_pull_secrets.unwrap_or_default(),
+            None => notes.push(format!("there is no service account {namespace}/{account}")),
+        }
     }
-    let of_account = found.and_then(|found| found.image_pull_secrets).unwrap_or_default();
     let names = names(spec.image_pull_secrets.unwrap_or_default(), of_account);
     if names.len() > MOST {
         notes.push(format!("the pod names {} pull secrets; the first {MOST} count", names.len()));

@@ -16,7 +16,7 @@ use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, SigningKey};
 use rustls_pki_types::PrivatePkcs8KeyDer;
 use rustls_pki_types::pem::PemObject;
 use secrets_common::*;
-use serde_json::{Value, json};
+use serde_json::{Value, from_value, json};
 
 const JSON: (&str, &str) = ("kubernetes.io/dockerconfigjson", ".dockerconfigjson");
 const CFG: (&str, &str) = ("kubernetes.io/dockercfg", ".dockercfg");
@@ -109,9 +109,17 @@ async fn given(cluster: &Cluster, asker: &Asker) {
     let (status, answer) = asker.pull(&token, "shop", "web", "").await.unwrap();
     assert!(status == StatusCode::OK && answer["pod_uid"] == json!(uid));
 
-    // The default account, and a pod without any secret.
+    // The default account, a pod without an account, and a pod without any secret.
     make_account(cluster, "default", &["three"]).await;
-    make_pod(cluster, "shop", "plain", json!({"nodeName": "n1", "runtimeClassName": "kata-remote"})).await;
+    let mut spec = json!({"nodeName": "n1", "runtimeClassName": "kata-remote"});
+    make_pod(cluster, "shop", "nobodys", spec.clone()).await;
+    let (status, answer) = asker.pull(&token, "shop", "nobodys", "").await.unwrap();
+    assert_eq!(
+        (status, &answer["dockerconfigjson"], &answer["notes"]),
+        (StatusCode::OK, &json!(""), &json!([]))
+    );
+    spec["serviceAccountName"] = json!("default");
+    make_pod(cluster, "shop", "plain", spec).await;
     let (_, answer) = asker.pull(&token, "shop", "plain", "").await.unwrap();
     assert!(answer["dockerconfigjson"].as_str().unwrap().contains("c.example"), "{answer}");
     make_account(cluster, "bare", &[]).await;
@@ -249,6 +257,15 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     refused("shop", "waiting", "", forbidden, "no pod shop/waiting on node n1").await;
     refused("shop", "other-class", "", forbidden, "no peer pod: its RuntimeClass is \"runc\"").await;
     refused("shop", "no-class", "", forbidden, "no peer pod").await;
+    let mirror: Pod = from_value(json!({
+        "metadata": {"name": "mirror", "annotations": {"kubernetes.io/config.mirror": "x"}},
+        "spec": {"nodeName": "n1", "runtimeClassName": "kata-remote", "imagePullSecrets": named,
+            "serviceAccountName": "builder", "containers": [{"name": "c", "image": "x"}]},
+    }))
+    .unwrap();
+    let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), "shop");
+    pods.create(&post(), &mirror).await.unwrap();
+    refused("shop", "mirror", "", forbidden, "is a mirror pod").await;
     refused("kube-system", "web", "", forbidden, "no pod kube-system/web").await;
     for (namespace, name) in
         [("", "web"), ("shop", ""), ("../shop", "web"), ("shop", "web/log"), ("shop", "w?x=y")]
@@ -257,7 +274,6 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     }
 
     // Another pod of the same name, as a StatefulSet makes it.
-    let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), "shop");
     let old = pods.get("again").await.unwrap().metadata.uid.unwrap();
     let (status, _) = asker.pull(&token, "shop", "again", &old).await.unwrap();
     assert_eq!(status, StatusCode::OK);
