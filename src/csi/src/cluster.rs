@@ -84,7 +84,7 @@ impl NodeCluster {
             return Ok(known.clone());
         }
         let spec = self.spec(pod).await.map_err(|why| {
-            let because = "csi.runtime-classes is set, so nothing is published before it is known whether its pod has a VM";
+            let because = "a volume is not published before it is known whether its pod has a VM";
             why.code.status(format!("{}; {because}", why.message))
         })?;
         Ok(spec.and_then(|spec| spec.runtime_class_name))

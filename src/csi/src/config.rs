@@ -36,7 +36,7 @@ pub struct CsiConfig {
     pub call_timeout: Duration,
     /// Limit of intercepted messages in bytes.
     pub max_message: usize,
-    /// `csi.runtime-classes`: every volume of a pod with one of these counts as a peer pod's volume.
+    /// `csi.runtime-classes`: pods with one of these have a VM, and all their volumes go there. Never empty.
     pub runtime_classes: Vec<String>,
     /// `csi.attach`: component that attaches disks.
     pub attach: Attach,
@@ -113,12 +113,8 @@ impl CsiConfig {
 
     /// Refuses settings that need an API server, if there is none.
     pub(crate) fn check_cluster(&self) -> anyhow::Result<()> {
-        let alone = self.cluster.is_none();
-        if alone && self.attach == Attach::Driver {
+        if self.cluster.is_none() && self.attach == Attach::Driver {
             bail!("csi.attach: driver needs a cluster, whose PeerpodVolumes name the VM of a disk");
-        }
-        if alone && !self.runtime_classes.is_empty() {
-            bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
         }
         Ok(())
     }
@@ -134,10 +130,15 @@ fn namespace(reader: &mut Reader, file: &Path) -> String {
 fn classes(reader: &mut Reader) -> Vec<String> {
     let classes: Vec<String> = reader.get(
         "csi.runtime-classes",
-        "",
-        "RuntimeClasses whose pods' volumes all go to the VM, also without `peerpod` in their StorageClass; needs a cluster",
+        "kata-remote",
+        "RuntimeClasses whose pods have a VM: all their volumes go there, and pods of no other class get a peer pod's \
+         volume; not used without a cluster",
     );
-    classes.into_iter().filter(|class| !class.is_empty()).collect()
+    let classes: Vec<String> = classes.into_iter().filter(|class| !class.is_empty()).collect();
+    if classes.is_empty() {
+        reader.mistake("csi.runtime-classes", "none; name at least one");
+    }
+    classes
 }
 
 fn attacher(reader: &mut Reader) -> Attach {
@@ -205,15 +206,16 @@ mod tests {
         let config = load(&[]).unwrap();
         assert_eq!(config.volumes_dir, PathBuf::from("/var/lib/peerpod/volumes"));
         assert_eq!(config.volumes_socket, PathBuf::from("/run/peerpod/volumes.sock"));
-        assert!(config.runtime_classes.is_empty());
+        assert_eq!(config.runtime_classes, ["kata-remote"]);
         let mistakes = load(&[
             "--csi.endpoint=/a",
             "--csi.driver-endpoint=/a",
             "--csi.node-id=vm",
+            "--csi.runtime-classes=,",
             "--csi.max-message=1",
         ]);
         let mistakes = mistakes.unwrap_err();
-        for key in ["csi.endpoint", "csi.node-id", "csi.max-message"] {
+        for key in ["csi.endpoint", "csi.node-id", "csi.runtime-classes", "csi.max-message"] {
             assert!(mistakes.contains(key), "{mistakes}");
         }
     }

@@ -142,7 +142,7 @@ impl ControllerRole {
     /// Whether every pod of that node that uses the volume is a peer pod.
     async fn by_class(&self, request: &ControllerPublishVolumeRequest) -> Result<bool, Status> {
         match &self.lookup {
-            Some(lookup) if !self.classes.is_empty() && !request.volume_id.is_empty() => {
+            Some(lookup) if !request.volume_id.is_empty() => {
                 let driver = self.upstream.driver().await?;
                 lookup.all_of_class(driver, &request.volume_id, &request.node_id, &self.classes).await
             }

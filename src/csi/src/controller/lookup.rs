@@ -1,9 +1,9 @@
 //! Asks the API server for the controller role. Each call has a deadline. The API server cannot look up an object by a
 //! driver's id: all objects are listed once and their names cached. Later calls read that one object and check its id.
 //!
-//! With `csi.runtime-classes` an attach fails when the pods cannot be determined, even for a volume of an ordinary pod.
-//! If it were attached to the node, a peer pod's disk would be missing in its VM. The attacher gets its work from the
-//! same API server and repeats the call. May touch: nothing; it reads.
+//! An attach fails when the pods cannot be determined, even for a volume of an ordinary pod. If it were attached to the
+//! node, a peer pod's disk would be missing in its VM. The attacher gets its work from the same API server and repeats
+//! the call. May touch: nothing; it reads.
 
 use std::collections::HashMap;
 

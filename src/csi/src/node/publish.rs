@@ -69,7 +69,7 @@ impl NodeRole {
     /// node the data would be missing in the pod's VM.
     async fn is_of_class(&self, place: &Destination) -> Result<bool, Status> {
         match (&self.0.cluster, place.asker.named()) {
-            (Some(cluster), Some(pod)) if !self.0.classes.is_empty() => {
+            (Some(cluster), Some(pod)) => {
                 let class = cluster.class(pod).await?;
                 Ok(class.is_some_and(|class| self.0.classes.contains(&class)))
             }
@@ -91,7 +91,7 @@ impl NodeRole {
         let classes = &self.0.classes;
         let has = match &facts.runtime_class {
             None => "no RuntimeClass".to_owned(),
-            Some(class) if classes.is_empty() || classes.contains(class) => return Ok(()),
+            Some(class) if classes.contains(class) => return Ok(()),
             Some(class) => format!(
                 "RuntimeClass {class}, which is not one of csi.runtime-classes ({})",
                 classes.join(", ")

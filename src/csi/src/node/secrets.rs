@@ -36,7 +36,7 @@ impl NodeRole {
     /// the pod's class, when it is published. kubelet sends the staging's secrets only once.
     pub(super) async fn keep_in_case(&self, request: &NodeStageVolumeRequest) -> Result<(), Status> {
         let named = !request.volume_id.is_empty() && !request.staging_target_path.is_empty();
-        if self.0.classes.is_empty() || !named {
+        if self.0.cluster.is_none() || !named {
             return Ok(());
         }
         let driver = self.0.upstream.driver().await?;

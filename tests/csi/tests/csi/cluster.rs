@@ -63,9 +63,11 @@ impl Setup {
             "apiVersion": "storage.k8s.io/v1", "kind": "CSINode", "metadata": {"name": "worker-1"},
             "spec": {"drivers": [{"name": DRIVER, "nodeID": "node-of-worker-1"}]},
         }))?;
-        setup.apply(&json!({
-            "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": CLASS}, "handler": "k",
-        }))?;
+        for class in [CLASS, "gvisor"] {
+            setup.apply(&json!({
+                "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": class}, "handler": "k",
+            }))?;
+        }
         Ok(setup)
     }
 
@@ -387,7 +389,7 @@ async fn a_volume_without_a_pod_leaves_nothing() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
-    let setup = Setup::new("class", &["--csi.runtime-classes=kata-remote"]).await?;
+    let setup = Setup::new("class", &[]).await?;
     let (controller, node) = (setup.start("controller")?, setup.start("node")?);
     let (id, mut context) = setup.create(&controller, "disk").await?;
     // As a StorageClass without the peer pod parameter makes it.
@@ -445,7 +447,9 @@ async fn a_pod_without_a_vm_gets_no_volume_of_peer_pods() -> Result<()> {
         Ok(())
     };
     refused(&setup, "plain", &uid, "pod shop/plain has no RuntimeClass").await?;
-    // If runtime classes are configured, no other class counts as one of peer pods.
+    let sandboxed = setup.pod("sandboxed", Some("gvisor"))?;
+    refused(&setup, "sandboxed", &sandboxed, "has RuntimeClass gvisor").await?;
+    // Only the configured classes count as those of peer pods.
     let other = setup.pod("web-0", Some(CLASS))?;
     setup.flags.push("--csi.runtime-classes=other".to_owned());
     refused(&setup, "web-0", &other, "has RuntimeClass kata-remote").await?;
