@@ -32,21 +32,18 @@ pub use election::{Election, ElectionConfig, Leader, NotHeld, Standing, Term};
 
 /// Annotation that distinguishes successive processes of one name.
 const INCARNATION: &str = "peerpod.io/incarnation";
+/// Annotation with the node of an owner; the chart's policy compares it with the node in the caller's token.
+const NODE: &str = "peerpod.io/node";
 
 /// Identity that takes a Lease.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeaseOwner {
     /// The Lease's `holderIdentity`.
     pub identity: String,
-    /// Distinguishes successive processes of this name; empty where there is only ever one.
+    /// Distinguishes successive processes of this name; empty where there is only ever one: a VM, a pod.
     pub incarnation: String,
-}
-
-impl LeaseOwner {
-    /// Returns an owner of which there is only ever one: a VM, a pod.
-    pub fn only(identity: impl Into<String>) -> LeaseOwner {
-        LeaseOwner { identity: identity.into(), incarnation: String::new() }
-    }
+    /// Node of the owner, if only that node may change the Lease; otherwise empty.
+    pub node: String,
 }
 
 /// A Lease that is held: the state that the next renewal or release compares with.
@@ -206,10 +203,12 @@ fn hand_to(lease: &mut Lease, owner: &LeaseOwner, duration: Option<Duration>) {
     spec.acquire_time = Some(now());
     spec.renew_time = Some(now());
     let notes = lease.metadata.annotations.get_or_insert_default();
-    if owner.incarnation.is_empty() {
-        notes.remove(INCARNATION);
-    } else {
-        notes.insert(INCARNATION.to_owned(), owner.incarnation.clone());
+    for (key, value) in [(INCARNATION, &owner.incarnation), (NODE, &owner.node)] {
+        if value.is_empty() {
+            notes.remove(key);
+        } else {
+            notes.insert(key.to_owned(), value.clone());
+        }
     }
 }
 

@@ -88,7 +88,8 @@ impl NodeRole {
         let (mut cluster, mut owners) = (None, Ownership::Node(files.clone()));
         if config.cluster.is_some() {
             let connected = NodeCluster::connect(config).await?;
-            owners = Ownership::Cluster(Box::new(connected.leases(&config.namespace)));
+            let leases = Box::new(connected.leases(&config.namespace));
+            owners = Ownership::Cluster(leases, config.node_name.clone());
             cluster = Some(connected);
         }
         let node = NodeRole(Arc::new(Inner {

@@ -96,6 +96,7 @@ impl Election {
         let owner = LeaseOwner {
             identity: config.identity.clone(),
             incarnation: format!("{}-{chance:016x}", std::process::id()),
+            node: String::new(),
         };
         Election { leases, config, owner, standing: watch::Sender::new(Standing::Asking) }
     }

@@ -37,30 +37,42 @@ fn each_owner_has_a_greater_token_and_foreign_marks_stay() {
     lease.metadata.annotations = Some([("x".to_owned(), "y".to_owned())].into());
     let tokens: Vec<i32> = ["a", "b", "a"]
         .map(|identity| {
-            let owner = LeaseOwner { identity: identity.into(), incarnation: "1".into() };
+            let owner =
+                LeaseOwner { identity: identity.into(), incarnation: "1".into(), ..LeaseOwner::default() };
             hand_to(&mut lease, &owner, Some(Duration::from_secs(15)));
             Held { lease: lease.clone() }.token()
         })
         .into();
     assert_eq!(tokens, [1, 2, 3]);
-    hand_to(&mut lease, &LeaseOwner::only("vm"), None);
-    assert_eq!(lasts(&lease), None);
-    let notes = lease.metadata.annotations.as_ref().unwrap();
-    assert_eq!(
-        notes.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect::<Vec<_>>(),
-        [("x", "y")]
-    );
+    for (node, marks) in [("n1", &[("peerpod.io/node", "n1"), ("x", "y")][..]), ("", &[("x", "y")])] {
+        let owner = LeaseOwner { identity: "vm".into(), node: node.into(), ..LeaseOwner::default() };
+        hand_to(&mut lease, &owner, None);
+        assert_eq!(lasts(&lease), None);
+        let notes = lease.metadata.annotations.as_ref().unwrap();
+        assert_eq!(
+            notes.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect::<Vec<_>>(),
+            marks
+        );
+    }
 }
 
 #[test]
 fn an_owner_is_known_by_name_incarnation_and_count() {
     let mut mine = lease("1", Some(15));
-    hand_to(&mut mine, &LeaseOwner { identity: "a".into(), incarnation: "1".into() }, None);
+    hand_to(
+        &mut mine,
+        &LeaseOwner { identity: "a".into(), incarnation: "1".into(), ..LeaseOwner::default() },
+        None,
+    );
     let mut labelled = mine.clone();
     labelled.metadata.resource_version = Some("2".into());
     assert!(same_owner(&mine, &labelled));
     let mut again = mine.clone();
-    hand_to(&mut again, &LeaseOwner { identity: "a".into(), incarnation: "2".into() }, None);
+    hand_to(
+        &mut again,
+        &LeaseOwner { identity: "a".into(), incarnation: "2".into(), ..LeaseOwner::default() },
+        None,
+    );
     assert!(!same_owner(&mine, &again));
     let mut empty = mine.clone();
     empty.spec.get_or_insert_default().holder_identity = Some(String::new());

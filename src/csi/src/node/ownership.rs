@@ -15,7 +15,8 @@ use crate::grpc::{Code, Status};
 
 #[derive(Clone, Debug)]
 pub(crate) enum Ownership {
-    Cluster(Box<Api<Lease>>),
+    /// Leases, and the name of this node.
+    Cluster(Box<Api<Lease>>, String),
     Node(Publications),
 }
 
@@ -28,8 +29,9 @@ impl Ownership {
     /// owner cannot be determined now.
     pub(crate) async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
-            Ownership::Cluster(leases) => {
-                let owner = LeaseOwner::only(&pod.uid);
+            Ownership::Cluster(leases, node) => {
+                let (identity, node) = (pod.uid.clone(), node.clone());
+                let owner = LeaseOwner { identity, node, ..LeaseOwner::default() };
                 let taken = lease::take(leases, &lease_name(volume), &owner, None).await;
                 match taken.map_err(|why| unknown(name, &why))? {
                     Taken::Ours(_) => Ok(()),
@@ -48,7 +50,7 @@ impl Ownership {
     /// Releases a pod's volume. A volume of another owner is no error.
     pub(crate) async fn release(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
-            Ownership::Cluster(leases) => release_lease(leases, volume, &pod.uid).await,
+            Ownership::Cluster(leases, _) => release_lease(leases, volume, &pod.uid).await,
             Ownership::Node(files) => {
                 let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
                 blocking(move || files.give_back(&volume, &uid)).await.map_err(|why| unknown(name, &why))

@@ -137,6 +137,7 @@ async fn volumes(cluster: &Cluster) {
     {
         refused(cluster, &node, words, "forbidden");
     }
+    volume_leases(cluster, &node);
     as_who(cluster, &node, &["get", "pod", "-n", "shop", "web"]).unwrap();
     for words in [
         &["get", "peerpodvolumes", "-A"][..],
@@ -152,6 +153,42 @@ async fn volumes(cluster: &Cluster) {
     for words in [&["get", "secrets", "-n", "shop"][..], &["get", "leases", "-n", OWN], &["get", "nodes"]] {
         refused(cluster, &controller, words, "forbidden");
     }
+}
+
+/// Checks that a driver's node may change the Leases of its own pods' volumes only.
+fn volume_leases(cluster: &Cluster, who: &Path) {
+    let lease = |name: &str, node: Option<&str>, holder: &str| {
+        let file = cluster.folder().join(format!("{}.json", fresh_id("lease")));
+        let marks = node.map(|node| json!({"peerpod.io/node": node})).unwrap_or_else(|| json!({}));
+        let object = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {"name": name, "namespace": "shop", "annotations": marks},
+            "spec": {"holderIdentity": holder}});
+        std::fs::write(&file, object.to_string()).unwrap();
+        file.to_str().unwrap().to_owned()
+    };
+    let (own, theirs) = (Some("worker-1"), Some("worker-2"));
+    let free = lease("peerpod-volume-free", theirs, "");
+    let taken = lease("peerpod-volume-taken", theirs, "pod-2");
+    let old = lease("peerpod-volume-old", None, "pod-1");
+    let leader = lease("peerpod-csi-x", None, "replica");
+    for file in [&free, &taken, &old, &leader] {
+        cluster.kubectl(&["create", "-f", file]).unwrap();
+    }
+    as_who(cluster, who, &["create", "-f", &lease("peerpod-volume-own", own, "pod-1")]).unwrap();
+    as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-free", own, "pod-1")]).unwrap();
+    as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-old", own, "pod-1")]).unwrap();
+    for name in ["own", "free", "old"] {
+        as_who(cluster, who, &["delete", "lease", "-n", "shop", &format!("peerpod-volume-{name}")]).unwrap();
+    }
+    let why = "a driver on node worker-1 may not change lease peerpod-volume-taken of another node";
+    refused(cluster, who, &["replace", "-f", &lease("peerpod-volume-taken", own, "pod-1")], why);
+    refused(cluster, who, &["delete", "lease", "-n", "shop", "peerpod-volume-taken"], why);
+    for node in [theirs, None] {
+        let file = lease("peerpod-volume-new", node, "pod-2");
+        refused(cluster, who, &["create", "-f", &file], "may not change lease peerpod-volume-new");
+    }
+    let why = "may not change lease peerpod-csi-x, which is of no volume";
+    refused(cluster, who, &["replace", "-f", &lease("peerpod-csi-x", own, "x")], why);
 }
 
 /// Its pod has no token; even with a token the relay may do nothing.
