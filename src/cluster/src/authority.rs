@@ -29,7 +29,7 @@ const MOST: usize = 8;
 
 /// Returns the error of a stored state that cannot be used.
 fn unusable(why: impl fmt::Display) -> anyhow::Error {
-    anyhow!("the stored CA cannot be used ({why}); delete the Secret, and a new CA is made")
+    anyhow!("the stored CA cannot be used ({why}); remove the Secret's data, and a new CA is made")
 }
 
 /// Lifetimes of the CA and its certificates.

@@ -106,8 +106,8 @@ impl CaMaintainer {
         Ok((Current { state, signer, bundle }, published.err()))
     }
 
-    /// Reads, changes and writes the state; repeats when another writer was first. A deleted Secret is restored from
-    /// memory, because clients still trust the CA.
+    /// Reads, changes and writes the state; repeats when another writer was first. A deleted Secret, or its removed
+    /// data, is restored from memory, because clients still trust the CA.
     async fn settle(
         &self,
         before: Option<&State>,
@@ -134,13 +134,16 @@ impl CaMaintainer {
             data.insert(BUNDLE.to_owned(), ByteString(bundle.into_bytes()));
             let post = PostParams::default();
             // The Secret contains the version that was read, so only its direct successor is written.
-            let written = match found {
+            let written = match &found {
                 Some(_) => within(what("change"), secrets.replace(&self.secret, &post, &secret)).await,
                 None => within(what("create"), secrets.create(&post, &secret)).await,
             };
             match written {
                 Ok(_) => return Ok(state),
                 Err(why) if why.is_conflict() || why.is_not_found() => {}
+                Err(why) if found.is_none() && why.status() == Some(403) => {
+                    bail!("{why}; make an empty Secret of this name, as the chart does")
+                }
                 Err(why) => return Err(why.into()),
             }
         }

@@ -101,7 +101,7 @@ fn stored_state_is_checked() {
         (&mixed, "does not belong"),
     ] {
         let error = State::read(text.as_bytes()).unwrap_err().to_string();
-        assert!(error.contains(why) && error.contains("delete the Secret"), "{error}");
+        assert!(error.contains(why) && error.contains("remove the Secret's data"), "{error}");
     }
     assert!(!format!("{state:?}").contains("PRIVATE"));
 }

@@ -387,13 +387,32 @@ async fn installs_on_a_real_api_server() {
         }
     }
     a_node(&client, "worker-1").await;
+    // As the webhook of an older release made it.
+    let old = [
+        "create",
+        "secret",
+        "generic",
+        "-n",
+        NAMESPACE,
+        "peerpod-webhook-ca",
+        "--from-literal=authority.json=old",
+    ];
+    cluster.kubectl(&old).unwrap();
     install(&cluster, &["install"], &[]).unwrap();
+    let filled = r#"{"stringData":{"authority.json":"new"}}"#;
+    let words = ["patch", "secret", "-n", NAMESPACE, "peerpod-secrets-ca", "--type=merge", "-p", filled];
+    cluster.kubectl(&words).unwrap();
     let list = cluster.helm(&["list", "-n", NAMESPACE]).unwrap();
     assert!(list.contains("deployed"), "{list}");
     for (component, count) in [("node", 1), ("relay", 1), ("webhook", 2), ("controller", 2)] {
         pods(&client, component, count).await;
     }
     the_relay_changes_hands(&cluster, &client).await;
+    // Upgrades keep the CAs, in Base64 here.
+    for (name, content) in [("peerpod-secrets-ca", "bmV3"), ("peerpod-webhook-ca", "b2xk")] {
+        let words = ["get", "secret", "-n", NAMESPACE, name, "-o", "jsonpath={.data.authority\\.json}"];
+        assert_eq!(cluster.kubectl(&words).unwrap(), content, "{name}");
+    }
     peerpod_csi_before_a_driver(&cluster, &client).await;
 }
 

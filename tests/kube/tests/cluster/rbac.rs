@@ -229,6 +229,7 @@ async fn webhook(cluster: &Cluster, who: &Path) -> Process {
     for words in [
         &["get", "secrets", "-n", OWN][..],
         &["get", "secret", "-n", OWN, "another"],
+        &["create", "secret", "generic", "-n", OWN, "one-more"],
         &["delete", "secret", "-n", OWN, "peerpod-webhook-ca"],
         &["get", "secrets", "-n", "shop"],
         &["get", "pods", "-A"],
@@ -275,6 +276,8 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
         &["get", "secrets", "-A"][..],
         &["get", "secrets", "-n", OWN],
         &["get", "secrets", "-n", "shop"],
+        &["create", "secret", "generic", "-n", OWN, "one-more"],
+        &["create", "configmap", "-n", OWN, "one-more"],
         &["delete", "secret", "-n", OWN, "another"],
         &["label", "node", "worker-1", "a=b"],
         &["delete", "node", "worker-1"],
