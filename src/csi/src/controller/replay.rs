@@ -321,7 +321,8 @@ impl Context {
             csi.controller_publish_secret_ref.and_then(|secret| Some((secret.namespace?, secret.name?)));
         let Some((namespace, name)) = secret else { return Ok(Volume { context, secrets: HashMap::new() }) };
         let api: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
-        let secret = within(format!("read secret {namespace}/{name}"), api.get(&name)).await?;
+        let what = format!("read secret {namespace}/{name}, by csi.drivers[].secretNamespaces of the chart");
+        let secret = within(what, api.get(&name)).await?;
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).ok();
         let data = secret.data.unwrap_or_default().into_iter();
         let secrets = data.filter_map(|(key, value)| Some((key, text(value.0)?))).collect();

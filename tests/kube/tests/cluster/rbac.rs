@@ -73,8 +73,12 @@ async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &
 async fn each_role_works_with_its_rights_and_has_no_others() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
     let driver = "csi.drivers[0].namespace=shop,csi.drivers[0].nodeServiceAccount=driver-node,\
-                  csi.drivers[0].controllerServiceAccount=driver-controller";
-    cluster.namespace("shop").await.unwrap();
+                  csi.drivers[0].controllerServiceAccount=driver-controller,csi.drivers[0].secretNamespaces={shop},\
+                  csi.drivers[1].namespace=files,csi.drivers[1].nodeServiceAccount=driver-node,\
+                  csi.drivers[1].controllerServiceAccount=shares-controller,csi.drivers[1].attaches=false";
+    for namespace in ["shop", "files"] {
+        cluster.namespace(namespace).await.unwrap();
+    }
     cluster.install(OWN, &["--set", driver]).unwrap();
     for node in ["worker-1", "worker-2"] {
         apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}));
@@ -150,8 +154,20 @@ async fn volumes(cluster: &Cluster) {
     ] {
         as_who(cluster, &controller, words).unwrap();
     }
-    for words in [&["get", "secrets", "-n", "shop"][..], &["get", "leases", "-n", OWN], &["get", "nodes"]] {
+    for words in [
+        &["get", "secrets", "-n", "shop"][..],
+        &["get", "secret", "-n", OWN, "peerpod-webhook-ca"],
+        &["get", "leases", "-n", OWN],
+        &["get", "nodes"],
+    ] {
         refused(cluster, &controller, words, "forbidden");
+    }
+    // A driver of shares needs neither pods nor secrets.
+    cluster.kubectl(&["create", "serviceaccount", "-n", "files", "shares-controller"]).unwrap();
+    let shares = cluster.kubeconfig_of("files", "shares-controller", None).await.unwrap();
+    as_who(cluster, &shares, &["get", "pv"]).unwrap();
+    for words in [&["get", "pods", "-n", "shop"][..], &["get", "secret", "-n", "shop", "pull"]] {
+        refused(cluster, &shares, words, "forbidden");
     }
 }
 
