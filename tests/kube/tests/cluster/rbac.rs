@@ -452,17 +452,33 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
     let token = cluster.token(OWN, "peerpod-node", &[], Some(("node-worker-1", &uid))).await.unwrap();
     let client = cluster.client_with(&token).unwrap();
     let nodes: Api<Node> = Api::all(client.clone());
-    let capacity = Patch::Merge(json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"}}}));
-    let status = async |node: &str| {
-        nodes
-            .patch_status(node, &PatchParams::default(), &capacity)
-            .await
-            .map(drop)
-            .map_err(|why| why.to_string())
+    let status = async |node: &str, change: Value| {
+        let patched = nodes.patch_status(node, &PatchParams::default(), &Patch::Merge(change)).await;
+        patched.map(drop).map_err(|why| why.to_string())
     };
-    status("worker-1").await.unwrap();
-    let why = status("worker-2").await.unwrap_err();
+    let capacity = json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"}}});
+    status("worker-1", capacity.clone()).await.unwrap();
+    let why = status("worker-2", capacity).await.unwrap_err();
     assert!(why.contains("a daemon on node worker-1 may not change node worker-2"), "{why}");
+    let time = "2026-01-01T00:00:00Z";
+    for change in [
+        json!({"capacity": {"cpu": "400"}}),
+        json!({"capacity": {"cpu": null}}),
+        json!({"capacity": {"example.org/gpu": "1"}}),
+        json!({"allocatable": {"memory": "1Ti"}}),
+        json!({"addresses": [{"type": "InternalIP", "address": "10.0.0.66"}]}),
+        json!({"conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": time, "lastTransitionTime": time}]}),
+        json!({"nodeInfo": {"kubeletVersion": "v9"}}),
+        json!({"volumesAttached": [{"name": "x", "devicePath": "/dev/sda"}]}),
+    ] {
+        let why = status("worker-1", json!({"status": change})).await.unwrap_err();
+        assert!(why.contains("no status of a Node but its kata.peerpods.io/vm"), "{change}: {why}");
+    }
+    let other = "may change no metadata of a Node but the annotation kata.peerpods.io/caa-owner";
+    let change = json!({"metadata": {"annotations": {"csi.volume.kubernetes.io/nodeid": "{}"}}});
+    let why = status("worker-1", change).await.unwrap_err();
+    assert!(why.contains(other), "{why}");
+    refused(cluster, who, &["annotate", "node", "worker-1", "a=b"], other);
     as_who(cluster, who, &["annotate", "node", "worker-1", "kata.peerpods.io/caa-owner=me", "--overwrite"])
         .unwrap();
     let words = ["annotate", "node", "worker-2", "kata.peerpods.io/caa-owner=me"];
