@@ -192,7 +192,7 @@ fn address(section: &mut Section<'_>) -> Address {
     let uri: String = section.get("uri", "qemu:///system", help);
     Address::parse(&uri).unwrap_or_else(|why| {
         section.mistake("uri", why);
-        Address { driver: String::new(), sockets: Vec::new() }
+        Address { driver: String::new(), sockets: Vec::new(), is_own: false }
     })
 }
 

@@ -187,13 +187,8 @@ impl Shared {
         self.known_images(&mut found).await?;
         self.images.forget().await;
         let kind = self.kind(&libvirt).await?;
-        match kind {
-            "qemu" => found.warnings.push(
-                "KVM does not work here, or could not be tried: VMs are emulated, and many times slower"
-                    .to_owned(),
-            ),
-            kind => found.facts.push(format!("VMs of kind {kind}")),
-        }
+        found.facts.push(format!("VMs of kind {kind}"));
+        found.warnings.extend(self.kind.lock().await.as_ref().and_then(|known| known.warning.clone()));
         match self.sweep(&libvirt).await? {
             0 => {}
             removed => found.facts.push(format!("removed {removed} files of VMs that are gone")),

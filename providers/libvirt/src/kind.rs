@@ -1,19 +1,28 @@
-//! Determines which kind of domain can be started here. This is tried, not read: trial VMs count and end by themselves
-//! ([`probe`]), or with the provider's connection.
+//! Determines which kind of domain can be started here. The kernel ([`kvm`]) and libvirtd are asked first, because
+//! their refusals are quick. Otherwise it is tried: trial VMs count and end by themselves ([`probe`]), or with the
+//! provider's connection.
 
+use std::path::Path;
 use std::time::Duration;
 
 use peerpod_provider_api::Error;
-use tokio::time::{Instant, sleep};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::Shared;
 use crate::config::Acceleration;
+use crate::kvm;
 use crate::probe;
 use crate::rpc::calls::{Domain, Volume};
 use crate::rpc::{Connection, RpcError, unless_absent};
 use crate::xml;
 
 const ATTEMPT: &str = "find out whether KVM works";
+const REMEDY: &str = "enable virtualisation in the host's firmware, or nested virtualisation where the host is a VM, load \
+                      kvm_intel or kvm_amd, and give QEMU's user the right to /dev/kvm (group kvm)";
+/// Time in which kernel and libvirtd say whether there is KVM. A libvirtd without a right to it may need minutes for a
+/// trial.
+const ASK: Duration = Duration::from_secs(5);
 /// Name of trial VMs after the owner's prefix, and suffix of their disk.
 const TRIAL: &str = "probe-";
 const DISK: &str = ".img";
@@ -35,16 +44,36 @@ const DOUBT: Duration = Duration::from_secs(300);
 /// The same if no VM can be made meanwhile.
 const DOUBT_WITHOUT: Duration = Duration::from_secs(60);
 
+/// Fault of KVM, and the time until the next trial; `None`: it is certain.
+type Fault = (String, Option<Duration>);
+
 /// Result of a trial, and the end of its validity; `None`: valid for good.
 pub(crate) struct KnownKind {
     found: Result<&'static str, Error>,
+    /// Warning about the fault of KVM with its remedy, while VMs are emulated because of it.
+    pub(crate) warning: Option<String>,
     until: Option<Instant>,
 }
 
 impl KnownKind {
-    fn new(found: Result<&'static str, Error>, is_sure: bool, now: Instant) -> KnownKind {
-        let doubt = if found.is_ok() { DOUBT } else { DOUBT_WITHOUT };
-        KnownKind { found, until: (!is_sure).then(|| now + doubt) }
+    fn new(wanted: Acceleration, fault: Option<Fault>, now: Instant) -> KnownKind {
+        let Some((why, doubt)) = fault else {
+            let kind = if wanted == Acceleration::Emulated { "qemu" } else { "kvm" };
+            return KnownKind { found: Ok(kind), warning: None, until: None };
+        };
+        if wanted == Acceleration::Kvm {
+            let text = format!("no VM can be started with KVM: {why}; {REMEDY}");
+            let error = if doubt.is_some() { Error::transient(text) } else { Error::invalid(text) };
+            let until = doubt.map(|doubt| now + doubt.min(DOUBT_WITHOUT));
+            return KnownKind { found: Err(error), warning: None, until };
+        }
+        let (cannot, until) = if doubt.is_some() {
+            ("could not be tried", " until it is tried again")
+        } else {
+            ("does not work", "")
+        };
+        let warning = format!("KVM {cannot}, VMs are emulated{until}, many times slower: {why}; {REMEDY}");
+        KnownKind { found: Ok("qemu"), warning: Some(warning), until: doubt.map(|doubt| now + doubt) }
     }
 
     fn at(&self, now: Instant) -> Option<Result<&'static str, Error>> {
@@ -93,23 +122,58 @@ impl Shared {
             return found;
         }
         let wanted = self.config.acceleration;
-        let (found, is_sure) = if wanted == Acceleration::Emulated {
-            (Ok("qemu"), true)
-        } else {
-            let (why, is_sure) = match self.runs(libvirt).await? {
-                Ok(Proof::Runs) => (None, true),
-                Ok(proof) => (Some(proof.describe().to_owned()), proof == Proof::Never),
-                Err(error) if error.code().is_none() => return Err(Error::from(error).during(ATTEMPT)),
-                // A host that is short of a resource at the moment is no proof, either.
-                Err(error) => {
-                    let text = error.to_string();
-                    (Some(text), Error::from(error).class() == "invalid")
-                }
-            };
-            (judged(wanted, why, is_sure), is_sure)
+        let fault = match wanted {
+            Acceleration::Emulated => None,
+            Acceleration::Auto | Acceleration::Kvm => self.fault(libvirt).await?,
         };
-        *known = Some(KnownKind::new(found.clone(), is_sure, Instant::now()));
+        let new = KnownKind::new(wanted, fault, Instant::now());
+        let (found, warning) = (new.found.clone(), new.warning.clone());
+        // The preflight returns the first one.
+        let changed = known.replace(new).is_some_and(|old| old.warning != warning);
+        match warning.filter(|_| changed) {
+            Some(warning) => tracing::warn!("{warning}"),
+            None if changed => tracing::info!("KVM works now, new VMs use it"),
+            None => {}
+        }
         found
+    }
+
+    /// Returns the fault of KVM; `None`: it works.
+    async fn fault(&self, libvirt: &Connection) -> Result<Option<Fault>, Error> {
+        if let Some(fault) = self.refused(libvirt).await {
+            return Ok(Some(fault));
+        }
+        Ok(match self.runs(libvirt).await? {
+            Ok(Proof::Runs) => None,
+            Ok(proof) => Some((proof.describe().to_owned(), (proof == Proof::Unknown).then_some(DOUBT))),
+            Err(error @ RpcError::Late(_)) => Some((error.to_string(), Some(DOUBT_WITHOUT))),
+            Err(error) if error.code().is_none() => return Err(Error::from(error).during(ATTEMPT)),
+            // A host that is short of a resource at the moment is no proof, either.
+            Err(error) => {
+                let text = error.to_string();
+                let is_sure = Error::from(error).class() == "invalid";
+                Some((text, (!is_sure).then_some(DOUBT)))
+            }
+        })
+    }
+
+    /// Asks the kernel, where libvirtd is on this host, and then libvirtd. `None`: neither refuses KVM, so a trial
+    /// decides.
+    async fn refused(&self, libvirt: &Connection) -> Option<Fault> {
+        if self.config.address.is_own {
+            let asked = spawn_blocking(|| kvm::refusal(Path::new(kvm::DEVICE)));
+            if let Ok(Ok(Some(error))) = timeout(ASK, asked).await {
+                return Some((format!("{} makes no VM: {error}", kvm::DEVICE), None));
+            }
+        }
+        match timeout(ASK, libvirt.domain_capabilities(&self.config.machine, "kvm")).await {
+            Ok(Err(error)) if is_without_kvm(&error) => Some((error.to_string(), None)),
+            Err(_) | Ok(Err(RpcError::Late(_))) => {
+                Some((RpcError::Late(ASK).to_string(), Some(DOUBT_WITHOUT)))
+            }
+            // A trial returns any other error with its remedy.
+            Ok(_) => None,
+        }
     }
 
     /// Returns whether guest code runs in a domain with KVM. A successful start is no proof: on some hosts KVM makes
@@ -210,6 +274,13 @@ impl Shared {
     }
 }
 
+/// Returns whether libvirt has found that QEMU, as its user, cannot use KVM.
+fn is_without_kvm(error: &RpcError) -> bool {
+    let text = error.to_string();
+    error.code().is_some()
+        && ["KVM is not supported", "'kvm' is not supported"].iter().any(|part| text.contains(part))
+}
+
 fn is_of(error: &RpcError, disk: &str) -> bool {
     error.to_string().contains(disk)
 }
@@ -233,23 +304,6 @@ pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
         u64::from_str_radix(nonce, 16).ok().map(Duration::from_nanos)
     });
     began.is_some_and(|began| now.saturating_sub(began) < YOUNG)
-}
-
-/// Decides the kind of domain for creates. `why` is the fault of KVM, if there is one.
-fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'static str, Error> {
-    let Some(why) = why else { return Ok("kvm") };
-    if wanted == Acceleration::Kvm {
-        let text = format!("no VM can be started with KVM: {why}; enable virtualisation on the host");
-        return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
-    }
-    if is_sure {
-        tracing::warn!("KVM does not work, VMs are emulated, which is slow: {why}");
-    } else {
-        tracing::warn!(
-            "KVM could not be tried, VMs are emulated, which is slow, until it is tried again: {why}"
-        );
-    }
-    Ok("qemu")
 }
 
 async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcError> {
@@ -292,20 +346,32 @@ mod tests {
         let denied = failed("internal error: Could not open '/pool/p-probe-1-1.img': Permission denied");
         assert!(is_of(&denied, "/pool/p-probe-1-1.img"));
         assert!(!is_of(&failed("Could not access KVM kernel module"), "/pool/p-probe-1-1.img"));
+        for (text, without) in [
+            ("KVM is not supported by '/usr/bin/qemu-system-x86_64' on this host", true),
+            ("the accel 'kvm' is not supported by '/usr/libexec/qemu-kvm' on this host", true),
+            ("the machine 'x' is not supported by emulator '/usr/libexec/qemu-kvm'", false),
+        ] {
+            assert_eq!(is_without_kvm(&failed(text)), without, "{text}");
+        }
     }
 
     #[test]
     fn an_uncertain_result_is_probed_again() {
         let now = Instant::now();
-        assert_eq!(KnownKind::new(Ok("kvm"), true, now).at(now + DOUBT), Some(Ok("kvm")));
-        let doubtful = KnownKind::new(judged(Acceleration::Auto, Some("busy".into()), false), false, now);
+        let of = |wanted, why: Option<Fault>| KnownKind::new(wanted, why, now);
+        assert_eq!(of(Acceleration::Kvm, None).at(now + DOUBT), Some(Ok("kvm")));
+        assert_eq!(of(Acceleration::Emulated, None).at(now + DOUBT), Some(Ok("qemu")));
+        let doubtful = of(Acceleration::Auto, Some(("busy".into(), Some(DOUBT))));
         assert_eq!((doubtful.at(now), doubtful.at(now + DOUBT)), (Some(Ok("qemu")), None));
         // A refusal is cached, too, so that creates do not wait for one trial after the other.
-        let refused = KnownKind::new(judged(Acceleration::Kvm, Some("busy".into()), false), false, now);
+        let refused = of(Acceleration::Kvm, Some(("busy".into(), Some(DOUBT))));
         assert_eq!(refused.at(now).map(|found| found.unwrap_err().class()), Some("transient"));
         assert_eq!(refused.at(now + DOUBT_WITHOUT), None);
-        let never = judged(Acceleration::Kvm, Some("it has none".into()), true);
-        assert_eq!(never.unwrap_err().class(), "invalid");
-        assert_eq!(judged(Acceleration::Kvm, None, true), Ok("kvm"));
+        let never = of(Acceleration::Kvm, Some(("it has none".into(), None)));
+        assert_eq!(never.found.unwrap_err().class(), "invalid");
+        let never = of(Acceleration::Auto, Some(("it has none".into(), None)));
+        assert_eq!(never.at(now + DOUBT), Some(Ok("qemu")));
+        let warning = never.warning.unwrap();
+        assert!(warning.contains("it has none") && warning.contains("group kvm"), "{warning}");
     }
 }

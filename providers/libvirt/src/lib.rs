@@ -14,6 +14,7 @@ mod events;
 mod guest_memory;
 mod inspect;
 mod kind;
+mod kvm;
 mod marks;
 mod probe;
 mod refusal;

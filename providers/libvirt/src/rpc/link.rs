@@ -20,6 +20,8 @@ pub struct Address {
     pub driver: String,
     /// Sockets of libvirtd, the best one first.
     pub sockets: Vec<PathBuf>,
+    /// Whether these are this host's own sockets. A named one may be forwarded from another host.
+    pub is_own: bool,
 }
 
 impl Address {
@@ -62,7 +64,8 @@ impl Address {
                 _ => return Err(format!("`{part}` is not understood; only socket=/PATH is")),
             }
         }
-        if sockets.is_empty() {
+        let is_own = sockets.is_empty();
+        if is_own {
             let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
             let run = match (path, runtime) {
                 ("session", Some(runtime)) => runtime.join("libvirt"),
@@ -72,7 +75,7 @@ impl Address {
             // The second socket is that of the split daemons, on hosts without a proxy for the first.
             sockets = vec![run.join("libvirt-sock"), run.join("virtqemud-sock")];
         }
-        Ok(Address { driver: format!("{driver}:///{path}"), sockets })
+        Ok(Address { driver: format!("{driver}:///{path}"), sockets, is_own })
     }
 }
 
@@ -141,9 +144,12 @@ mod tests {
     fn uris_are_read() {
         let system = Address::parse("qemu:///system").unwrap();
         assert_eq!(system.driver, "qemu:///system");
-        assert_eq!(system.sockets[0], Path::new("/run/libvirt/libvirt-sock"));
+        assert!(system.is_own && system.sockets[0] == Path::new("/run/libvirt/libvirt-sock"));
         let own = Address::parse("qemu+unix:///session?socket=/tmp/x").unwrap();
-        assert_eq!(own, Address { driver: "qemu:///session".into(), sockets: vec!["/tmp/x".into()] });
+        assert_eq!(
+            own,
+            Address { driver: "qemu:///session".into(), sockets: vec!["/tmp/x".into()], is_own: false }
+        );
         assert_eq!(Address::parse("test+unix:///default?socket=/s").unwrap().driver, "test:///default");
     }
 

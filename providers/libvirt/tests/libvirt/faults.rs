@@ -3,6 +3,7 @@
 use super::common;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ use peerpod_provider_api::{
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::eventually;
 use peerpod_world::libvirtd::POOL;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
 
 async fn gone_wrong(place: &Place, settings: &[(&str, &str)], class: &str) -> String {
     let provider = place.provider_with(settings);
@@ -163,6 +166,51 @@ async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_s
         }
     }
     place.assert_clean();
+}
+
+/// libvirtd answers neither whether there is KVM nor a trial, as where QEMU's user has no right to the device.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_libvirtd_that_is_silent_about_kvm_is_not_waited_for() {
+    const GET_DOMAIN_CAPABILITIES: u32 = 342;
+    const DOMAIN_CREATE_XML: u32 = 10;
+    let place = Place::new();
+    let socket = without_answers(&place, &[GET_DOMAIN_CAPABILITIES, DOMAIN_CREATE_XML]);
+    let uri = format!("qemu+unix:///system?socket={}", socket.display());
+    let provider = place.provider_with(&[("acceleration", "auto"), ("uri", &uri), ("call-timeout", "20s")]);
+    let found = provider.preflight().await.unwrap();
+    let warnings: Vec<&String> =
+        found.warnings.iter().filter(|one| one.contains("VMs are emulated")).collect();
+    let [warning] = warnings[..] else { panic!("{found:?}") };
+    assert!(warning.contains("gave no answer within 5s") && warning.contains("group kvm"), "{warning}");
+    let made = create(&*provider, 1).await;
+    assert!(place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap().contains("<domain type='qemu'"));
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
+}
+
+/// Returns the socket of a proxy before libvirtd that drops these calls.
+fn without_answers(place: &Place, dropped: &'static [u32]) -> PathBuf {
+    let (socket, libvirtd) = (place.world.folder().join("proxy.sock"), place.libvirtd.socket());
+    let listener = UnixListener::bind(&socket).unwrap();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let (mut from_client, mut to_client) = client.into_split();
+            let (mut from_server, mut to_server) = UnixStream::connect(&libvirtd).await.unwrap().into_split();
+            tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
+            tokio::spawn(async move {
+                while let Ok(length) = from_client.read_u32().await {
+                    // The length counts itself; program, version and procedure begin the message.
+                    let mut message = vec![0; length as usize - 4];
+                    from_client.read_exact(&mut message).await.unwrap();
+                    let procedure = u32::from_be_bytes(message[8..12].try_into().unwrap());
+                    if !dropped.contains(&procedure) {
+                        to_server.write_all(&[&length.to_be_bytes()[..], &message].concat()).await.unwrap();
+                    }
+                }
+            });
+        }
+    });
+    socket
 }
 
 #[tokio::test(flavor = "multi_thread")]
