@@ -1,8 +1,8 @@
 //! Drops the privileges that the process does not need, before its first thread and connection: later threads inherit
 //! the result. The relay needs no capability, except one for a listening port below 1024.
 //!
-//! The seccomp filter refuses system calls by purpose: calls that start programs, inspect other processes, make or
-//! enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An allow list would have
+//! The seccomp filter refuses system calls by purpose: calls that start programs, inspect, signal or change other
+//! processes, make or enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An allow list would have
 //! to follow every allocator, runtime and C library of the relay, and a missing call would end the pods of a node. No
 //! such update needs a refused call. A deny list must contain each call under all its numbers: x86_64 kernels may have
 //! a second set (x32), so that whole set is refused.
@@ -20,7 +20,7 @@ use seccompiler::{
 const FIRST_FREE_PORT: u16 = 1024;
 
 /// System calls that are refused with any arguments.
-const REFUSED: [libc::c_long; 46] = [
+const REFUSED: [libc::c_long; 58] = [
     // Other programs, and other processes.
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -29,6 +29,18 @@ const REFUSED: [libc::c_long; 46] = [
     libc::SYS_process_vm_writev,
     libc::SYS_pidfd_getfd,
     libc::SYS_kcmp,
+    libc::SYS_tkill,
+    libc::SYS_rt_sigqueueinfo,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_setpriority,
+    libc::SYS_ioprio_set,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_setattr,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+    libc::SYS_process_mrelease,
     // Namespaces and mounts.
     libc::SYS_unshare,
     libc::SYS_setns,
@@ -73,6 +85,16 @@ const REFUSED: [libc::c_long; 46] = [
     libc::SYS_setdomainname,
 ];
 
+/// System calls that are refused if their first argument is another process than this one, or all processes.
+const FOR_ITSELF: [libc::c_long; 4] =
+    [libc::SYS_kill, libc::SYS_tgkill, libc::SYS_rt_tgsigqueueinfo, libc::SYS_prlimit64];
+
+/// Commands of `fcntl` and `ioctl` that make the kernel send a descriptor's signals to any process.
+const SEND_SIGNALS: [(libc::c_long, &[u64]); 2] = [
+    (libc::SYS_fcntl, &[8, 15]),          // F_SETOWN, F_SETOWN_EX
+    (libc::SYS_ioctl, &[0x8901, 0x8902]), // FIOSETOWN, SIOCSPGRP
+];
+
 /// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
 const NEW_NAMESPACES: u64 = 0x7e02_0000;
 
@@ -105,6 +127,19 @@ fn filters() -> Result<[BpfProgram; 2], BackendError> {
         SeccompRule::new(vec![family(libc::AF_UNIX)?, family(libc::AF_INET)?, family(libc::AF_INET6)?])?;
     let mut refused: BTreeMap<i64, Vec<SeccompRule>> = REFUSED.map(|call| (call, Vec::new())).into();
     refused.insert(libc::SYS_socket, vec![stranger]);
+    let own = std::process::id().into();
+    for call in FOR_ITSELF {
+        // The limits of process 0 are the own ones; its signals go to the whole process group.
+        let mut others = vec![arg(0, SeccompCmpOp::Ne, own)?];
+        if call == libc::SYS_prlimit64 {
+            others.push(arg(0, SeccompCmpOp::Ne, 0)?);
+        }
+        refused.insert(call, vec![SeccompRule::new(others)?]);
+    }
+    for (call, commands) in SEND_SIGNALS {
+        let rule = |command: &u64| SeccompRule::new(vec![arg(1, SeccompCmpOp::Eq, *command)?]);
+        refused.insert(call, commands.iter().map(rule).collect::<Result<_, _>>()?);
+    }
     let mut namespaces = Vec::new();
     for bit in (0..32).map(|bit| 1 << bit).filter(|bit| NEW_NAMESPACES & bit != 0) {
         namespaces.push(SeccompRule::new(vec![arg(0, SeccompCmpOp::MaskedEq(bit), bit)?])?);
@@ -191,6 +226,40 @@ mod tests {
             assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
             std::net::UdpSocket::bind("[::1]:0").unwrap();
             std::os::unix::net::UnixStream::pair().unwrap();
+        });
+        hardened.join().unwrap();
+    }
+
+    #[test]
+    #[expect(unsafe_code, reason = "no safe wrapper sets the owner of a descriptor's signals")]
+    fn a_hardened_thread_signals_and_changes_no_other_process() {
+        use std::os::fd::AsRawFd;
+
+        use nix::errno::Errno;
+        use nix::sys::signal::kill;
+        use nix::unistd::{Pid, getpid};
+        use rustix::process::{
+            PidfdFlags, Resource, Signal, getppid, getrlimit, pidfd_open, pidfd_send_signal, prlimit,
+        };
+
+        let hardened = std::thread::spawn(|| {
+            let parent = getppid().unwrap();
+            let pidfd = pidfd_open(parent, PidfdFlags::empty()).unwrap();
+            let limit = getrlimit(Resource::Nofile);
+            let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+            // SAFETY: the descriptor is open, and the other arguments are numbers.
+            let set_owner = |owner: i32| unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, owner) };
+            assert_eq!(set_owner(0), 0);
+            harden(15151);
+            for pid in [Pid::parent(), Pid::from_raw(0), Pid::from_raw(-1)] {
+                assert_eq!(kill(pid, None), Err(Errno::EPERM), "{pid}");
+            }
+            let refused = Some(rustix::io::Errno::PERM);
+            assert_eq!(pidfd_send_signal(&pidfd, Signal::CONT).err(), refused);
+            assert_eq!(prlimit(Some(parent), Resource::Nofile, limit).err(), refused);
+            assert_eq!((set_owner(0), Errno::last()), (-1, Errno::EPERM));
+            kill(getpid(), None).unwrap();
+            prlimit(None, Resource::Nofile, limit).unwrap();
         });
         hardened.join().unwrap();
     }
