@@ -46,6 +46,8 @@ pub struct RelayConfig {
     pub max_handshakes_per_address: u32,
     /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`].
     pub waits_when_replaced: bool,
+    /// `relay.hardening`: whether a right that cannot be dropped stops the start.
+    pub must_be_hardened: bool,
     /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
     pub pod: Option<[String; 3]>,
 }
@@ -84,6 +86,13 @@ impl RelayConfig {
                 "action of this process after a handover to another relay: end, or wait for a signal (in a \
                  pod, where it would be started again)",
             ) == "wait",
+            must_be_hardened: reader.choice(
+                "relay.hardening",
+                "required",
+                &["required", "best-effort"],
+                "action when the kernel does not take all rights that the relay does not need (capabilities, system \
+                 calls) from it: stop the start, or go on with a warning",
+            ) == "required",
             pod: None,
         };
         let pod: Option<String> = reader.optional(

@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::anyhow;
 use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
 use seccompiler::{
@@ -98,23 +99,31 @@ const SEND_SIGNALS: [(libc::c_long, &[u64]); 2] = [
 /// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
 const NEW_NAMESPACES: u64 = 0x7e02_0000;
 
-/// Sets `no_new_privs`, drops the capabilities and installs the system call filters. Failures are only logged: they
-/// leave the process no less safe than it was.
-pub fn harden(listen_port: u16) {
-    if let Err(error) = set_no_new_privs(true) {
-        tracing::warn!(%error, "cannot set no_new_privs");
+/// Sets `no_new_privs`, drops the capabilities and installs the system call filters. A failed step does not keep the
+/// later ones from being tried.
+///
+/// # Errors
+/// All steps that failed, with their causes.
+pub fn harden(listen_port: u16) -> anyhow::Result<()> {
+    let steps = [
+        ("set no_new_privs", set_no_new_privs(true).map_err(anyhow::Error::from)),
+        ("drop the capabilities", drop_capabilities(listen_port)),
+        ("filter system calls", filter_calls()),
+    ];
+    let failed = |(step, result): (&str, anyhow::Result<()>)| Some(format!("{step}: {:#}", result.err()?));
+    let failed: Vec<String> = steps.into_iter().filter_map(failed).collect();
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(anyhow!("limit the rights of this process: {}", failed.join("; ")))
     }
-    drop_capabilities(listen_port);
-    match filters() {
-        Ok(filters) => {
-            for filter in filters.iter().chain(second_numbers().iter()) {
-                if let Err(error) = apply_filter(filter) {
-                    tracing::warn!(%error, "cannot filter system calls");
-                }
-            }
-        }
-        Err(error) => tracing::warn!(%error, "cannot filter system calls"),
+}
+
+fn filter_calls() -> anyhow::Result<()> {
+    for filter in filters()?.iter().chain(second_numbers().iter()) {
+        apply_filter(filter)?;
     }
+    Ok(())
 }
 
 /// Builds two programs, because a program has one answer for all its matches: EPERM, and ENOSYS for `clone3`. No filter
@@ -173,26 +182,19 @@ fn program(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProg
     SeccompFilter::new(calls, SeccompAction::Allow, answer, std::env::consts::ARCH.try_into()?)?.try_into()
 }
 
-fn drop_capabilities(listen_port: u16) {
+fn drop_capabilities(listen_port: u16) -> anyhow::Result<()> {
     let keep = if (1..FIRST_FREE_PORT).contains(&listen_port) {
         CapabilitySet::NET_BIND_SERVICE
     } else {
         CapabilitySet::empty()
     };
-    let sets = match rustix::thread::capabilities(None) {
-        Ok(now) => CapabilitySets {
-            effective: now.effective & keep,
-            permitted: now.permitted & keep,
-            inheritable: CapabilitySet::empty(),
-        },
-        Err(error) => {
-            tracing::warn!(%error, "cannot read the capabilities; the process keeps them");
-            return;
-        }
+    let now = rustix::thread::capabilities(None)?;
+    let sets = CapabilitySets {
+        effective: now.effective & keep,
+        permitted: now.permitted & keep,
+        inheritable: CapabilitySet::empty(),
     };
-    if let Err(error) = set_capabilities(None, sets) {
-        tracing::warn!(%error, "cannot drop the capabilities");
-    }
+    Ok(set_capabilities(None, sets)?)
 }
 
 #[cfg(test)]
@@ -203,7 +205,7 @@ mod tests {
     fn a_thread_keeps_no_capabilities_and_can_still_bind_a_socket() {
         // Capabilities belong to a thread: the other tests keep theirs.
         let hardened = std::thread::spawn(|| {
-            harden(15151);
+            harden(15151).unwrap();
             let sets = rustix::thread::capabilities(None).unwrap();
             assert!(sets.effective.is_empty() && sets.permitted.is_empty());
             std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -214,7 +216,7 @@ mod tests {
     #[test]
     fn a_hardened_thread_starts_no_program_and_leaves_no_namespace_but_has_threads_and_sockets() {
         let hardened = std::thread::spawn(|| {
-            harden(15151);
+            harden(15151).unwrap();
             let refused = |what: &str, error: Option<i32>| assert_eq!(error, Some(libc::EPERM), "{what}");
             let program = std::process::Command::new("/bin/true").status();
             refused("a program", program.err().and_then(|error| error.raw_os_error()));
@@ -250,7 +252,7 @@ mod tests {
             // SAFETY: the descriptor is open, and the other arguments are numbers.
             let set_owner = |owner: i32| unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, owner) };
             assert_eq!(set_owner(0), 0);
-            harden(15151);
+            harden(15151).unwrap();
             for pid in [Pid::parent(), Pid::from_raw(0), Pid::from_raw(-1)] {
                 assert_eq!(kill(pid, None), Err(Errno::EPERM), "{pid}");
             }
@@ -272,7 +274,7 @@ mod tests {
     )]
     fn not_refused(numbers: Vec<libc::c_long>) -> Vec<(libc::c_long, Option<i32>)> {
         let hardened = std::thread::spawn(move || {
-            harden(15151);
+            harden(15151).unwrap();
             let call = |number: libc::c_long| {
                 // SAFETY: every call refuses these arguments: all ones is no valid pointer and no valid set of flags.
                 let answer = unsafe { libc::syscall(number, -1, -1, -1, -1, -1, -1) };

@@ -44,7 +44,12 @@ fn start() -> anyhow::Result<ExitCode> {
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
-    harden::harden(config.listen.port());
+    if let Err(error) = harden::harden(config.listen.port()) {
+        if config.must_be_hardened {
+            anyhow::bail!("{error:#}; use a kernel that can, or permit it with relay.hardening: best-effort");
+        }
+        tracing::warn!(error = format!("{error:#}"), "the process has more rights than it needs");
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.threads)
         .thread_name("peerpod-relay")

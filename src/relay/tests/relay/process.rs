@@ -1,14 +1,17 @@
 //! Tests of the program itself: start from its settings, dropped privileges, stop on a signal, restart after a kill.
 
 use super::common;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::Raw;
+use nix::libc;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_proto::relay::PutSandboxRequest;
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 use sha2::{Digest, Sha256};
 
 struct Relay(Child);
@@ -102,6 +105,41 @@ async fn a_killed_relay_is_replaced_at_the_same_sockets() {
     stop_is_answered(&base).await;
     next.signal(Signal::SIGINT);
     assert_eq!(next.exit_code(), Some(0));
+    std::fs::remove_dir_all(base).unwrap();
+}
+
+/// Starts the program where the kernel does not know this system call.
+fn start_without(call: libc::c_long, base: &Path, more: &'static str) -> Child {
+    let dir = |key: &str, name: &str| format!("--paths.{key}={}", base.join(name).display());
+    let words = [dir("run-dir", "run"), dir("state-dir", "state")];
+    // The filter stays with this thread and its children.
+    let started = std::thread::spawn(move || {
+        let refused = SeccompAction::Errno(libc::EOPNOTSUPP.unsigned_abs());
+        let calls = BTreeMap::from([(call, Vec::new())]);
+        let arch = std::env::consts::ARCH.try_into().unwrap();
+        let filter = SeccompFilter::new(calls, SeccompAction::Allow, refused, arch).unwrap();
+        apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"));
+        command.args(words).args(["--relay.listen=127.0.0.1:0", "--relay.admin-listen=127.0.0.1:0", more]);
+        command.stderr(Stdio::piped()).spawn().unwrap()
+    });
+    started.join().unwrap()
+}
+
+#[tokio::test]
+async fn a_right_that_cannot_be_dropped_stops_the_start_unless_permitted() {
+    let base = folder("rights");
+    for (call, step) in [(libc::SYS_capset, "drop the capabilities")] {
+        let output = start_without(call, &base, "--log.level=info").wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{step}");
+        let text = String::from_utf8(output.stderr).unwrap();
+        for part in [step, "relay.hardening: best-effort"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        let relay = Relay(start_without(call, &base, "--relay.hardening=best-effort"));
+        stop_is_answered(&base).await;
+        drop(relay);
+    }
     std::fs::remove_dir_all(base).unwrap();
 }
 

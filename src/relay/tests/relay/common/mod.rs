@@ -108,6 +108,7 @@ impl World {
             max_handshakes: 64,
             max_handshakes_per_address: 32,
             waits_when_replaced: false,
+            must_be_hardened: true,
             pod: None,
         };
         let mut world = World { base, ca: Ca::new(), config, relay: None, listen: any };
