@@ -116,7 +116,7 @@ spec:
             - name: direct-volumes
               mountPath: /run/kata-containers/shared/direct-volumes
               readOnly: true
-            {{- include "peerpod.podFolderMounts" . | nindent 12 }}
+            {{- include "peerpod.podFolderMounts" (dict "root" . "kubelet" $v.paths.kubelet) | nindent 12 }}
             {{- if ne (include "peerpod.tunnelKind" .) "vxlan" }}
             # The encrypted tunnel's device is opened here; the relay gets the descriptor.
             - name: tun
@@ -148,7 +148,7 @@ spec:
           hostPath: {path: {{ $v.paths.netns }}, type: DirectoryOrCreate}
         - name: direct-volumes
           hostPath: {path: /run/kata-containers/shared/direct-volumes, type: DirectoryOrCreate}
-        {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
+        {{- include "peerpod.podFolderVolumes" (dict "root" . "kubelet" $v.paths.kubelet) | nindent 8 }}
         {{- if ne (include "peerpod.tunnelKind" .) "vxlan" }}
         - name: tun
           hostPath: {path: /dev/net/tun, type: CharDevice}
@@ -180,6 +180,7 @@ spec:
 {{- define "peerpod.relayDaemonSet" -}}
 {{- $v := .Values -}}
 {{- $part := dict "root" . "component" "relay" -}}
+{{- $folders := dict "root" . "kubelet" (printf "%s/pods" $v.paths.kubelet) -}}
 apiVersion: apps/v1
 kind: DaemonSet
 metadata:
@@ -231,7 +232,8 @@ spec:
       tolerations:
         {{- toYaml $v.relay.tolerations | nindent 8 }}
       securityContext:
-        # Shares folders with peerpod-node that are nobody else's. No capability, and its own system call filter.
+        # Shares folders with peerpod-node that are nobody else's, and reads containers' bundles, which are root's alone.
+        # No capability, its own system call filter, and Landlock for all other files.
         runAsUser: 0
         runAsGroup: 0
         seccompProfile:
@@ -273,18 +275,23 @@ spec:
               readOnly: true
             - name: run
               mountPath: {{ $v.paths.run }}
-            - name: state
-              mountPath: {{ $v.paths.state }}
-            {{- include "peerpod.podFolderMounts" . | nindent 12 }}
+            # Of the state these alone: the rest has the node's keys.
+            - name: state-relay
+              mountPath: {{ $v.paths.state }}/relay
+            - name: state-inbox
+              mountPath: {{ $v.paths.state }}/inbox
+            {{- include "peerpod.podFolderMounts" $folders | nindent 12 }}
       volumes:
         - name: config
           configMap:
             name: {{ $v.name }}-config
         - name: run
           hostPath: {path: {{ $v.paths.run }}, type: DirectoryOrCreate}
-        - name: state
-          hostPath: {path: {{ $v.paths.state }}, type: DirectoryOrCreate}
-        {{- include "peerpod.podFolderVolumes" . | nindent 8 }}
+        - name: state-relay
+          hostPath: {path: {{ $v.paths.state }}/relay, type: DirectoryOrCreate}
+        - name: state-inbox
+          hostPath: {path: {{ $v.paths.state }}/inbox, type: DirectoryOrCreate}
+        {{- include "peerpod.podFolderVolumes" $folders | nindent 8 }}
 {{- end }}
 
 {{- define "peerpod.tunnelKind" -}}
@@ -295,10 +302,10 @@ spec:
 these, and with what is mounted there later. */ -}}
 {{- define "peerpod.podFolderMounts" -}}
 - name: kubelet
-  mountPath: {{ .Values.paths.kubelet }}
+  mountPath: {{ .kubelet }}
   mountPropagation: HostToContainer
   readOnly: true
-{{- range $i, $path := .Values.paths.bundles }}
+{{- range $i, $path := .root.Values.paths.bundles }}
 - name: bundles-{{ $i }}
   mountPath: {{ $path }}
   mountPropagation: HostToContainer
@@ -308,8 +315,8 @@ these, and with what is mounted there later. */ -}}
 
 {{- define "peerpod.podFolderVolumes" -}}
 - name: kubelet
-  hostPath: {path: {{ .Values.paths.kubelet }}, type: Directory}
-{{- range $i, $path := .Values.paths.bundles }}
+  hostPath: {path: {{ .kubelet }}, type: Directory}
+{{- range $i, $path := .root.Values.paths.bundles }}
 # A container runtime that has started nothing yet has not made it.
 - name: bundles-{{ $i }}
   hostPath: {path: {{ $path }}, type: DirectoryOrCreate}

@@ -10,7 +10,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::Shutdown;
 use peerpod_common::accept::Acceptor;
 use peerpod_common::blocking::blocking;
+use peerpod_common::files;
 use peerpod_common::limit::ConnectionLimit;
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
@@ -66,15 +67,29 @@ pub struct BoundRelay {
     _lock: OwnedFd,
 }
 
+/// Makes the relay's own folders and returns them: no other is written.
+///
+/// # Errors
+/// A folder cannot be made.
+pub fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
+    let RelayConfig { run_dir, state_dir, .. } = config;
+    // An existing folder keeps its permissions: other programs may have sockets in it.
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(run_dir);
+    made.map_err(path_error("make", run_dir))?;
+    let own = ["relay", "inbox"].map(|name| state_dir.join(name));
+    for folder in &own {
+        files::make_folder(folder).map_err(path_error("make", folder))?;
+    }
+    Ok(own.into_iter().chain([run_dir.clone()]).collect())
+}
+
 /// Takes over the state of a running or earlier relay, binds all sockets and starts serving.
 ///
 /// # Errors
 /// A folder, a file or an address is not usable, or a handover failed. Nothing stays bound.
 pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
+    make_folders(&config)?;
     let run_dir = &config.run_dir;
-    // An existing folder keeps its permissions: other programs may have sockets in it.
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(run_dir);
-    made.map_err(path_error("make", run_dir))?;
     let store = Store::open(&config.state_dir)?;
     let inbox = Inbox::open(&config.state_dir).map_err(path_error("open the inbox in", &config.state_dir))?;
     match lock(run_dir)? {

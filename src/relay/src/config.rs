@@ -46,6 +46,8 @@ pub struct RelayConfig {
     pub max_handshakes_per_address: u32,
     /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`].
     pub waits_when_replaced: bool,
+    /// `relay.bundles`: folders of containers' bundles.
+    pub bundles: Vec<PathBuf>,
     /// `relay.hardening`: whether a right that cannot be dropped stops the start.
     pub must_be_hardened: bool,
     /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
@@ -55,7 +57,7 @@ pub struct RelayConfig {
 impl RelayConfig {
     /// Reads the relay's keys.
     pub fn read(reader: &mut Reader) -> RelayConfig {
-        let mut config = RelayConfig {
+        let config = RelayConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get(
                 "paths.state-dir",
@@ -86,29 +88,18 @@ impl RelayConfig {
                 "action of this process after a handover to another relay: end, or wait for a signal (in a \
                  pod, where it would be started again)",
             ) == "wait",
+            bundles: bundles(reader),
             must_be_hardened: reader.choice(
                 "relay.hardening",
                 "required",
                 &["required", "best-effort"],
-                "action when the kernel does not take all rights that the relay does not need (capabilities, system \
-                 calls) from it: stop the start, or go on with a warning",
+                "action when the kernel does not take all rights that the relay does not need (capabilities, files, \
+                 system calls) from it: stop the start, or go on with a warning",
             ) == "required",
-            pod: None,
+            pod: pod(reader),
         };
-        let pod: Option<String> = reader.optional(
-            "relay.pod",
-            "namespace/name/uid of the relay's own pod; an Event on it gives the reason of a failed handover \
-             from a running relay",
-        );
-        if let Some(pod) = pod {
-            let parts: Vec<String> =
-                pod.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect();
-            match parts.try_into() {
-                Ok(parts) => config.pod = Some(parts),
-                Err(_) => reader.mistake("relay.pod", "not of the form namespace/name/uid"),
-            }
-        }
-        for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {
+        let own = [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)];
+        for (key, path) in own.into_iter().chain(config.bundles.iter().map(|path| ("relay.bundles", path))) {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");
             }
@@ -127,6 +118,30 @@ impl RelayConfig {
         let printed = reader.finish()?;
         Ok((config, log, printed))
     }
+}
+
+fn bundles(reader: &mut Reader) -> Vec<PathBuf> {
+    let folders: Vec<String> = reader.get(
+        "relay.bundles",
+        "/run/containerd/io.containerd.runtime.v2.task",
+        "folders in which the container runtime keeps containers' bundles, to find a container's volumes; the relay \
+         opens no other files than these and its own",
+    );
+    folders.into_iter().map(PathBuf::from).collect()
+}
+
+fn pod(reader: &mut Reader) -> Option<[String; 3]> {
+    let pod: Option<String> = reader.optional(
+        "relay.pod",
+        "namespace/name/uid of the relay's own pod; an Event on it gives the reason of a failed handover from a running \
+         relay",
+    );
+    let parts: Vec<String> = pod?.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect();
+    let parts = parts.try_into().ok();
+    if parts.is_none() {
+        reader.mistake("relay.pod", "not of the form namespace/name/uid");
+    }
+    parts
 }
 
 /// Returns the number of threads; 0 means a quarter of the processors. Few threads are faster than many: a link's

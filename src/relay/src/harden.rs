@@ -1,15 +1,25 @@
 //! Drops the privileges that the process does not need, before its first thread and connection: later threads inherit
 //! the result. The relay needs no capability, except one for a listening port below 1024.
 //!
+//! Landlock permits to open the files of [`Files`] alone, although root owns the others, too. It keeps `lstat`, by which
+//! the relay compares kubelet's targets, and everything that the node opens for the relay.
+//!
 //! The seccomp filter refuses system calls by purpose: calls that start programs, inspect, signal or change other
-//! processes, make or enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An allow list would have
-//! to follow every allocator, runtime and C library of the relay, and a missing call would end the pods of a node. No
-//! such update needs a refused call. A deny list must contain each call under all its numbers: x86_64 kernels may have
-//! a second set (x32), so that whole set is refused.
+//! processes, make or enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An
+//! allow list would have to follow every allocator, runtime and C library of the relay, and a missing call would end
+//! the pods of a node. No such update needs a refused call. A deny list must contain each call under all its numbers:
+//! x86_64 kernels may have a second set (x32), so that whole set is refused.
 
 use std::collections::BTreeMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 
-use anyhow::anyhow;
+use anyhow::{Context, anyhow, ensure};
+use landlock::{
+    ABI, Access, AccessFs, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreated,
+    RulesetCreatedAttr, RulesetStatus, Scope,
+};
 use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
 use seccompiler::{
@@ -99,15 +109,51 @@ const SEND_SIGNALS: [(libc::c_long, &[u64]); 2] = [
 /// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
 const NEW_NAMESPACES: u64 = 0x7e02_0000;
 
-/// Sets `no_new_privs`, drops the capabilities and installs the system call filters. A failed step does not keep the
-/// later ones from being tried.
+/// Returns the rights in the relay's own folders.
+fn in_own_folders() -> BitFlags<AccessFs> {
+    use AccessFs::{
+        MakeDir, MakeReg, MakeSock, ReadDir, ReadFile, Refer, RemoveDir, RemoveFile, Truncate, WriteFile,
+    };
+    ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeDir | MakeSock | RemoveFile | RemoveDir | Refer
+}
+
+/// Folders below which the hardened process may open files.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    /// Its own folders.
+    own: Vec<PathBuf>,
+    /// Folders of which it reads files.
+    read: Vec<PathBuf>,
+}
+
+impl Files {
+    /// Permits the relay's own folders, containers' bundles and the kernel's list of mounts. Makes missing bundle
+    /// folders: a container runtime that has started nothing yet has not made them.
+    pub fn new(own: Vec<PathBuf>, bundles: &[PathBuf]) -> Files {
+        let mut read = vec![PathBuf::from("/proc")];
+        for path in bundles {
+            match DirBuilder::new().recursive(true).mode(0o711).create(path) {
+                Ok(()) => read.push(path.clone()),
+                Err(error) => tracing::warn!(
+                    %error, path = %path.display(),
+                    "cannot make a folder of relay.bundles; without it containers' volumes are not found there"
+                ),
+            }
+        }
+        Files { own, read }
+    }
+}
+
+/// Sets `no_new_privs`, drops the capabilities, restricts the files and installs the system call filters. A failed step
+/// does not keep the later ones from being tried.
 ///
 /// # Errors
 /// All steps that failed, with their causes.
-pub fn harden(listen_port: u16) -> anyhow::Result<()> {
+pub fn harden(listen_port: u16, files: &Files) -> anyhow::Result<()> {
     let steps = [
         ("set no_new_privs", set_no_new_privs(true).map_err(anyhow::Error::from)),
         ("drop the capabilities", drop_capabilities(listen_port)),
+        ("restrict the files by Landlock", restrict(files)),
         ("filter system calls", filter_calls()),
     ];
     let failed = |(step, result): (&str, anyhow::Result<()>)| Some(format!("{step}: {:#}", result.err()?));
@@ -117,6 +163,27 @@ pub fn harden(listen_port: u16) -> anyhow::Result<()> {
     } else {
         Err(anyhow!("limit the rights of this process: {}", failed.join("; ")))
     }
+}
+
+/// Restricts this thread to the files, as far as the kernel's version of Landlock can. From version 6 on the process
+/// connects to no abstract socket of another process, such as those of container runtimes in the node's network.
+fn restrict(files: &Files) -> anyhow::Result<()> {
+    let mut rules = Ruleset::default()
+        .handle_access(AccessFs::from_all(ABI::V5))?
+        .scope(Scope::AbstractUnixSocket | Scope::Signal)?
+        .create()?;
+    for (paths, rights) in [(&files.own, in_own_folders()), (&files.read, AccessFs::ReadFile.into())] {
+        for path in paths {
+            rules = permit(rules, path, rights).with_context(|| path.display().to_string())?;
+        }
+    }
+    let status = rules.restrict_self()?.ruleset;
+    ensure!(status != RulesetStatus::NotEnforced, "the kernel lacks it, or it is off (boot parameter lsm=)");
+    Ok(())
+}
+
+fn permit(rules: RulesetCreated, path: &Path, rights: BitFlags<AccessFs>) -> anyhow::Result<RulesetCreated> {
+    Ok(rules.add_rule(PathBeneath::new(PathFd::new(path)?, rights))?)
 }
 
 fn filter_calls() -> anyhow::Result<()> {
@@ -205,7 +272,7 @@ mod tests {
     fn a_thread_keeps_no_capabilities_and_can_still_bind_a_socket() {
         // Capabilities belong to a thread: the other tests keep theirs.
         let hardened = std::thread::spawn(|| {
-            harden(15151).unwrap();
+            harden(15151, &Files::default()).unwrap();
             let sets = rustix::thread::capabilities(None).unwrap();
             assert!(sets.effective.is_empty() && sets.permitted.is_empty());
             std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -216,7 +283,7 @@ mod tests {
     #[test]
     fn a_hardened_thread_starts_no_program_and_leaves_no_namespace_but_has_threads_and_sockets() {
         let hardened = std::thread::spawn(|| {
-            harden(15151).unwrap();
+            harden(15151, &Files::default()).unwrap();
             let refused = |what: &str, error: Option<i32>| assert_eq!(error, Some(libc::EPERM), "{what}");
             let program = std::process::Command::new("/bin/true").status();
             refused("a program", program.err().and_then(|error| error.raw_os_error()));
@@ -230,6 +297,53 @@ mod tests {
             std::os::unix::net::UnixStream::pair().unwrap();
         });
         hardened.join().unwrap();
+    }
+
+    /// The list of all files that can be opened, of a node's usual files.
+    #[test]
+    fn a_hardened_thread_opens_its_own_files_and_bundles_only() {
+        let base = std::env::temp_dir().join(format!("ppr-files-{}", std::process::id()));
+        let files = [
+            ("run/relay.lock", true),
+            ("run/node.sock", true),
+            ("state/relay/sandboxes/a.json", true),
+            ("state/inbox/a.json", true),
+            ("state/sandboxes/a.json", false),
+            ("state/ca.json", false),
+            ("kubelet/pki/kubelet-client-current.pem", false),
+            ("kubelet/pods/1/volumes/kubernetes.io~projected/token", false),
+            ("bundles/k8s.io/a/config.json", true),
+        ];
+        for (name, _) in files {
+            let path = base.join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "x").unwrap();
+        }
+        let own = ["run", "state/relay", "state/inbox"].map(|name| base.join(name)).into();
+        let permitted = Files::new(own, &[base.join("bundles")]);
+        let folder = base.clone();
+        let hardened = std::thread::spawn(move || {
+            harden(15151, &permitted).unwrap();
+            for (name, opens) in files {
+                let path = folder.join(name);
+                assert_eq!(std::fs::File::open(&path).is_ok(), opens, "{name}");
+                let writes = std::fs::OpenOptions::new().append(true).open(&path).is_ok();
+                assert_eq!(writes, opens && !name.starts_with("bundles"), "{name}");
+                std::fs::symlink_metadata(&path).unwrap();
+            }
+            for (path, opens) in
+                [("/etc/passwd", false), ("/dev/null", false), ("/proc/self/mountinfo", true)]
+            {
+                assert_eq!(std::fs::File::open(path).is_ok(), opens, "{path}");
+            }
+            let relay = folder.join("state/relay");
+            std::fs::create_dir(relay.join("quarantine")).unwrap();
+            std::fs::rename(relay.join("sandboxes/a.json"), relay.join("quarantine/a.json")).unwrap();
+            std::os::unix::net::UnixListener::bind(folder.join("run/relay.sock")).unwrap();
+            std::fs::remove_file(folder.join("run/relay.sock")).unwrap();
+        });
+        hardened.join().unwrap();
+        std::fs::remove_dir_all(base).unwrap();
     }
 
     #[test]
@@ -252,7 +366,7 @@ mod tests {
             // SAFETY: the descriptor is open, and the other arguments are numbers.
             let set_owner = |owner: i32| unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, owner) };
             assert_eq!(set_owner(0), 0);
-            harden(15151).unwrap();
+            harden(15151, &Files::default()).unwrap();
             for pid in [Pid::parent(), Pid::from_raw(0), Pid::from_raw(-1)] {
                 assert_eq!(kill(pid, None), Err(Errno::EPERM), "{pid}");
             }
@@ -274,7 +388,7 @@ mod tests {
     )]
     fn not_refused(numbers: Vec<libc::c_long>) -> Vec<(libc::c_long, Option<i32>)> {
         let hardened = std::thread::spawn(move || {
-            harden(15151).unwrap();
+            harden(15151, &Files::default()).unwrap();
             let call = |number: libc::c_long| {
                 // SAFETY: every call refuses these arguments: all ones is no valid pointer and no valid set of flags.
                 let answer = unsafe { libc::syscall(number, -1, -1, -1, -1, -1, -1) };

@@ -6,7 +6,8 @@ use peerpod_base::config::{Setting, Sources};
 use peerpod_base::program::{self, Program};
 use peerpod_base::{lifecycle, telemetry};
 use peerpod_relay::config::RelayConfig;
-use peerpod_relay::{app, harden, supervisor};
+use peerpod_relay::harden::{self, Files};
+use peerpod_relay::{app, supervisor};
 
 const PROGRAM: Program = Program {
     name: "peerpod-relay",
@@ -44,7 +45,8 @@ fn start() -> anyhow::Result<ExitCode> {
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
-    if let Err(error) = harden::harden(config.listen.port()) {
+    let files = Files::new(app::make_folders(&config)?, &config.bundles);
+    if let Err(error) = harden::harden(config.listen.port(), &files) {
         if config.must_be_hardened {
             anyhow::bail!("{error:#}; use a kernel that can, or permit it with relay.hardening: best-effort");
         }

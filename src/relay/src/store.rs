@@ -144,7 +144,7 @@ impl Store {
     pub(crate) fn open(state_dir: &Path) -> Result<Store, StoreError> {
         let folder = state_dir.join("relay");
         let store =
-            Store { sandboxes: folder.join("sandboxes"), quarantine: state_dir.join("quarantine"), folder };
+            Store { sandboxes: folder.join("sandboxes"), quarantine: folder.join("quarantine"), folder };
         for folder in [&store.folder, &store.sandboxes] {
             files::make_folder(folder).map_err(failed("make", folder))?;
         }
@@ -293,7 +293,7 @@ mod tests {
         let mut records = store.records().unwrap();
         records.sort_by(|a, b| a.id.cmp(&b.id));
         assert_eq!(records, [sample("a"), sample("b")]);
-        assert_eq!(std::fs::read_dir(base.join("quarantine")).unwrap().count(), 3);
+        assert_eq!(std::fs::read_dir(base.join("relay/quarantine")).unwrap().count(), 3);
         assert_eq!(store.records().unwrap().len(), 2);
         std::fs::remove_dir_all(base).unwrap();
     }

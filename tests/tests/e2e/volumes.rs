@@ -326,7 +326,7 @@ async fn sub_paths_group_and_read_only_mounts_of_a_volume() {
     let pod = node.run(node.pod("parts", volumes)).await;
     // As kubelet does for a subPath: a folder in the published target, bound to another path.
     let published = pod.pod.volumes[0].target_path.join("nested/part");
-    let bound = node.world.folder().join("kubelet/volume-subpaths/part/0");
+    let bound = node.world.folder().join("kubelet/pods/volume-subpaths/part/0");
     std::fs::create_dir_all(&published).unwrap();
     std::fs::create_dir_all(&bound).unwrap();
     run("mount", &["--bind", published.to_str().unwrap(), bound.to_str().unwrap()]);
@@ -353,6 +353,16 @@ async fn sub_paths_group_and_read_only_mounts_of_a_volume() {
     let out = At { path: "out", ..at(0, "/x") };
     let error = pod.try_create("evil", &[out], By::Bundle).await.unwrap_err().to_string();
     assert!(error.contains("leads out of the volume"), "{error}");
+    // The relay opens no bundle outside the container runtime's folder.
+    let (copies, mut request) = pod.container("stray", &[At { path: "part", ..at(0, "/x") }], By::Bundle);
+    let annotations = &mut request.OCI.mut_or_insert_default().Annotations;
+    let bundle = annotations.get_mut("io.katacontainers.pkg.oci.bundle_path").unwrap();
+    let stray = node.world.folder().join("stray");
+    std::fs::rename(&*bundle, &stray).unwrap();
+    *bundle = stray.display().to_string();
+    pod.agent.copy_file(&copies[0]).await.unwrap();
+    let error = pod.agent.create_container(&request).await.unwrap_err().to_string();
+    assert!(error.contains("its folder must be in relay.bundles"), "{error}");
     umount2(&bound, MntFlags::MNT_DETACH).unwrap();
     node.stop(pod).await;
 }

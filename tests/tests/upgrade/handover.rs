@@ -112,6 +112,22 @@ async fn twenty_replacements_of_a_relay_do_not_disturb_a_transfer_and_execs() {
     nothing_beyond(&world, &[], &daemons, &before, &running).await.unwrap();
 }
 
+/// The relay of an older release had all of the state folder and all of kubelet's folder.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_relay_with_fewer_files_takes_over() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::prepare(&world, Settings::none()).unwrap();
+    daemons.start_relay_with_all_rights().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    let sandbox = Sandbox::start(&world, &daemons, "older").await.unwrap();
+    for _ in 0..2 {
+        daemons.take_over().await.unwrap();
+        sandbox.lives().await.unwrap();
+    }
+    sandbox.stop(&daemons).await.unwrap();
+}
+
 /// A relay that has just taken over has as many descriptors as one several handovers later.
 #[tokio::test(flavor = "multi_thread")]
 async fn handovers_leak_no_descriptor() {

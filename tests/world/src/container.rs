@@ -33,7 +33,7 @@ impl Container {
         for (name, path) in &self.volumes {
             // As the kubelet does, make the folders of a host path writable by root alone.
             if !path.exists() {
-                fs::DirBuilder::new().mode(0o755).create(path)?;
+                fs::DirBuilder::new().recursive(true).mode(0o755).create(path)?;
             }
             let mut volume = OsString::from(format!("{name}="));
             volume.push(path);

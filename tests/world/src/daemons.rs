@@ -49,6 +49,7 @@ impl Settings {
             "paths": { "run-dir": folder.join("run"), "state-dir": folder.join("state") },
             "log": { "level": std::env::var("PEERPOD_TEST_LOG").unwrap_or_else(|_| "debug".into()) },
             "node": { "cluster-id": world.prefix().trim_end_matches('-') },
+            "relay": { "bundles": [folder.join("bundles")] },
             "provider": { "kind": "local" },
         }))
     }
@@ -236,6 +237,16 @@ impl Daemons {
         Ok(())
     }
 
+    /// Starts a relay that can see all of this machine, as one of an older release.
+    pub fn start_relay_with_all_rights(&mut self) -> anyhow::Result<()> {
+        ensure!(self.relay.is_none(), "the relay runs");
+        let rights = std::mem::replace(&mut self.rights, Rights::All);
+        let started = self.spawn("relay");
+        self.rights = rights;
+        self.relay = Some(started?);
+        Ok(())
+    }
+
     /// Starts the node.
     pub fn start_node(&mut self) -> anyhow::Result<()> {
         ensure!(self.node.is_none(), "the node runs");
@@ -304,11 +315,14 @@ impl Daemons {
         let mut volumes = vec![
             ("config", folder.to_owned()),
             ("run", self.run_dir()),
-            ("state", self.state_dir()),
-            ("kubelet", folder.join("kubelet")),
             ("bundles-0", folder.join("bundles")),
         ];
-        if daemon == "node" {
+        if daemon == "relay" {
+            let state = self.state_dir();
+            volumes.extend([("state-relay", state.join("relay")), ("state-inbox", state.join("inbox"))]);
+            volumes.push(("kubelet", folder.join("kubelet/pods")));
+        } else {
+            volumes.extend([("state", self.state_dir()), ("kubelet", folder.join("kubelet"))]);
             volumes.push(("netns", "/run/netns".into()));
             if self.encrypted {
                 volumes.push(("tun", "/dev/net/tun".into()));

@@ -2,7 +2,7 @@
 //! sources of its mounts. The size is limited, and only plain files are read.
 
 use std::fs::{self, OpenOptions};
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
@@ -57,7 +57,10 @@ impl Spec {
             return Err(format!("{bundle:?} is not an absolute path of a bundle"));
         }
         let failed = |why: String| format!("read {}: {why}", path.display());
-        let bytes = read_file(&path, MAX_SPEC).map_err(|error| failed(error.to_string()))?;
+        let bytes = read_file(&path, MAX_SPEC).map_err(|error| match error.kind() {
+            ErrorKind::PermissionDenied => failed(format!("{error}; its folder must be in relay.bundles")),
+            _ => failed(error.to_string()),
+        })?;
         serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))
     }
 

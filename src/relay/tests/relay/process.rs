@@ -22,7 +22,7 @@ impl Relay {
         std::fs::write(
             &config,
             format!(
-                "paths: {{run-dir: {0}/run, state-dir: {0}/state}}\nrelay: {{listen: \"127.0.0.1:0\", admin-listen: \"127.0.0.1:0\"}}\nnode: {{cluster-id: not ours}}\n",
+                "paths: {{run-dir: {0}/run, state-dir: {0}/state}}\nrelay: {{listen: \"127.0.0.1:0\", admin-listen: \"127.0.0.1:0\", bundles: [{0}/bundles]}}\nnode: {{cluster-id: not ours}}\n",
                 base.display()
             ),
         )
@@ -110,8 +110,8 @@ async fn a_killed_relay_is_replaced_at_the_same_sockets() {
 
 /// Starts the program where the kernel does not know this system call.
 fn start_without(call: libc::c_long, base: &Path, more: &'static str) -> Child {
-    let dir = |key: &str, name: &str| format!("--paths.{key}={}", base.join(name).display());
-    let words = [dir("run-dir", "run"), dir("state-dir", "state")];
+    let folders = [("paths.run-dir", "run"), ("paths.state-dir", "state"), ("relay.bundles", "bundles")];
+    let words = folders.map(|(key, name)| format!("--{key}={}", base.join(name).display()));
     // The filter stays with this thread and its children.
     let started = std::thread::spawn(move || {
         let refused = SeccompAction::Errno(libc::EOPNOTSUPP.unsigned_abs());
@@ -129,7 +129,10 @@ fn start_without(call: libc::c_long, base: &Path, more: &'static str) -> Child {
 #[tokio::test]
 async fn a_right_that_cannot_be_dropped_stops_the_start_unless_permitted() {
     let base = folder("rights");
-    for (call, step) in [(libc::SYS_capset, "drop the capabilities")] {
+    for (call, step) in [
+        (libc::SYS_capset, "drop the capabilities"),
+        (libc::SYS_landlock_create_ruleset, "restrict the files by Landlock"),
+    ] {
         let output = start_without(call, &base, "--log.level=info").wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{step}");
         let text = String::from_utf8(output.stderr).unwrap();

@@ -23,7 +23,9 @@ impl Kept {
             .arg("--paths.run-dir")
             .arg(folder.join("run"))
             .arg("--paths.state-dir")
-            .arg(folder.join("state"));
+            .arg(folder.join("state"))
+            .arg("--relay.bundles")
+            .arg(folder.join("bundles"));
         command.args([
             "--relay.listen=127.0.0.1:0",
             "--relay.admin-listen=127.0.0.1:0",

@@ -287,6 +287,12 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     let added = |name: &str| spec(name)["containers"][0]["securityContext"]["capabilities"]["add"].clone();
     assert_eq!(added("peerpod-node"), json!(["NET_ADMIN", "SYS_ADMIN"]));
     assert_eq!(added("peerpod-relay"), Value::Null);
+    let mounts = spec("peerpod-relay")["containers"][0]["volumeMounts"].as_array().unwrap();
+    let paths: Vec<&str> = mounts.iter().map(|mount| mount["mountPath"].as_str().unwrap()).collect();
+    let bundles = "/run/containerd/io.containerd.runtime.v2.task";
+    let (relay, inbox) = ("/var/lib/peerpod/relay", "/var/lib/peerpod/inbox");
+    let config = "/etc/peerpod/peerpod.yaml";
+    assert_eq!(paths, [config, "/run/peerpod", relay, inbox, "/var/lib/kubelet/pods", bundles]);
     for name in ["peerpod-webhook", "peerpod-controller"] {
         assert_eq!(spec(name)["securityContext"]["runAsNonRoot"], true, "{name}");
         assert_eq!(spec(name)["hostNetwork"], Value::Null, "{name}");
@@ -325,7 +331,9 @@ fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&st
         let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
         let mounts = spec["containers"][0]["volumeMounts"].as_array().unwrap();
         let volumes = spec["volumes"].as_array().unwrap();
-        for path in bundles.iter().chain(&["/var/lib/kubelet"]) {
+        // The relay compares volumes' targets, which are in the pods' folders.
+        let kubelet = if name == "peerpod-relay" { "/var/lib/kubelet/pods" } else { "/var/lib/kubelet" };
+        for path in bundles.iter().chain(&[kubelet]) {
             let mount = mounts.iter().find(|mount| mount["mountPath"] == *path);
             assert_eq!(mount.is_some(), of_node, "{name}: {path}");
             let Some(mount) = mount else { continue };

@@ -108,6 +108,7 @@ impl World {
             max_handshakes: 64,
             max_handshakes_per_address: 32,
             waits_when_replaced: false,
+            bundles: Vec::new(),
             must_be_hardened: true,
             pod: None,
         };
