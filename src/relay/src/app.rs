@@ -91,7 +91,8 @@ pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
     make_folders(&config)?;
     let run_dir = &config.run_dir;
     let store = Store::open(&config.state_dir)?;
-    let inbox = Inbox::open(&config.state_dir).map_err(path_error("open the inbox in", &config.state_dir))?;
+    let inbox = Inbox::open(&config.state_dir, run_dir)
+        .map_err(path_error("open the inbox in", &config.state_dir))?;
     match lock(run_dir)? {
         Some(lock) => {
             store.sweep()?;

@@ -60,6 +60,7 @@ enum Event {
     NodeDown,
     NodeAnswer { stream: u32, body: Bytes },
     Written { id: SandboxId, result: Result<(), String> },
+    Kept { id: SandboxId, result: Result<(), String> },
     Claim { request: ttrpc_frame::Request, answer: oneshot::Sender<Bytes> },
 }
 
@@ -178,8 +179,11 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
     let (peers, open) = conns.into_iter().map(|(id, conn, peer)| ((id, peer), (id, conn))).unzip();
     let accept = Accept { orders, events: events.clone(), metrics: parts.metrics.clone() };
     tasks.spawn(accept.run(parts.listener, open));
+    let now = Instant::now();
+    let mut queue = queue.unwrap_or_else(|| Queue::new(Limits::default(), now));
+    queue.continue_kept(parts.inbox.kept(), now);
     let mut hypervisor = HypervisorProxy {
-        queue: queue.unwrap_or_else(|| Queue::new(Limits::default(), Instant::now())),
+        queue,
         accepting,
         peers,
         node: None,
@@ -337,7 +341,7 @@ impl HypervisorProxy {
             Event::NodeDown => {
                 self.node = None;
                 self.metrics.hypervisor.node_losses.inc();
-                self.queue.node_lost();
+                self.queue.node_lost(now);
             }
             Event::NodeAnswer { stream, body } => {
                 // A late answer of an abandoned connection does not belong to a stream of the present one.
@@ -353,11 +357,24 @@ impl HypervisorProxy {
                 }
                 self.queue.inbox_written(&id, result, now);
             }
+            Event::Kept { id, result } => self.kept(&id, result),
             Event::Claim { request, answer } => {
                 self.next_claim += 1;
                 self.claims.insert(self.next_claim, answer);
                 self.queue.accept(Caller::Internal(self.next_claim), Kind::Other, request, now);
             }
+        }
+    }
+
+    fn kept(&mut self, id: &SandboxId, result: Result<(), String>) {
+        let pod = self.states.pod(id);
+        match result {
+            Ok(()) => {
+                tracing::warn!(sandbox = %id, pod = &*pod, "the state's disk stalls: stop kept in the run-dir");
+                self.queue.stop_kept(id);
+            }
+            // The inbox decides.
+            Err(error) => tracing::error!(sandbox = %id, pod = &*pod, error, "stop not kept in the run-dir"),
         }
     }
 
@@ -408,10 +425,15 @@ impl HypervisorProxy {
                     }
                 }
                 Output::WriteInbox(id) => self.write_inbox(id),
+                Output::KeepStop(id) => self.keep_stop(id),
+                Output::ForgetStop(id) => {
+                    let inbox = self.inbox.clone();
+                    tokio::task::spawn_blocking(move || inbox.forget(&id));
+                }
                 Output::Reconnect(why) => {
                     tracing::warn!(why, "closing the connection to peerpod-node");
                     self.node = None;
-                    self.queue.node_lost();
+                    self.queue.node_lost(Instant::now());
                 }
             }
         }
@@ -437,6 +459,15 @@ impl HypervisorProxy {
             let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());
             // Only a stopping relay does not receive this; the file is written all the same.
             drop(events.blocking_send(Event::Written { id, result }));
+        });
+    }
+
+    fn keep_stop(&self, id: SandboxId) {
+        let (inbox, events) = (self.inbox.clone(), self.events.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = inbox.keep(&id).map_err(|error| error.to_string());
+            // Only a stopping relay does not receive this; the next one continues the kept stop.
+            drop(events.blocking_send(Event::Kept { id, result }));
         });
     }
 }

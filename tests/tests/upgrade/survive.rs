@@ -1,11 +1,16 @@
 //! Tests a node that may die at any time: nothing is lost, and running pods are not disturbed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
+use peerpod_tests::volumes::run;
 use peerpod_tests::{
     CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time, stop_promptly,
 };
@@ -422,4 +427,80 @@ async fn a_link_that_is_cut_for_long_is_not_taken_for_a_dead_vm() {
     sandbox.lives().await.unwrap();
     assert!(!waiting.is_finished() && daemons.ledger().unwrap()[0].phase() == "running");
     sandbox.stop(&daemons).await.unwrap();
+}
+
+/// A file system of its own for the state folder, whose writes can be held up.
+struct StateDisk(PathBuf);
+
+impl StateDisk {
+    fn mount(folder: &Path) -> StateDisk {
+        let image = folder.with_extension("img");
+        std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+        std::fs::create_dir_all(folder).unwrap();
+        run("mkfs.ext4", &["-q", image.to_str().unwrap()]);
+        run("mount", &["-o", "loop", image.to_str().unwrap(), folder.to_str().unwrap()]);
+        StateDisk(folder.to_owned())
+    }
+
+    fn freeze(&self) {
+        run("fsfreeze", &["--freeze", self.0.to_str().unwrap()]);
+    }
+
+    fn thaw(&self) {
+        run("fsfreeze", &["--unfreeze", self.0.to_str().unwrap()]);
+    }
+}
+
+impl Drop for StateDisk {
+    fn drop(&mut self) {
+        let umount = |flag: &str| Command::new("umount").arg(flag).arg(&self.0).status().is_ok();
+        drop(Command::new("fsfreeze").arg("--unfreeze").arg(&self.0).stderr(Stdio::null()).status());
+        umount("--lazy");
+    }
+}
+
+/// No write to the state folder ends, as on a stalled disk. Stops are answered all the same, and are not lost when both
+/// daemons are killed meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::prepare(&world, Settings::none()).unwrap();
+    let disk = StateDisk::mount(&daemons.state_dir());
+    daemons.start_relay().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    let mut sandboxes = Vec::new();
+    for name in ["one", "two"] {
+        sandboxes.push(Sandbox::start(&world, &daemons, name).await.unwrap());
+    }
+    disk.freeze();
+    let ids =
+        (0..100).map(|number| sandboxes.get(number).map_or_else(|| fresh_id("none"), |one| one.id.clone()));
+    let shim = &sandboxes[0].shim;
+    let stopped = join_all(ids.map(|id| async move { stop_in_time(shim, &id).await })).await;
+    // Both are killed before a write ends; the kernel ends a process that writes only after the thaw.
+    let pids = [daemons.relay_pid().unwrap(), daemons.node_pid().unwrap()];
+    for pid in pids {
+        kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL).unwrap();
+    }
+    disk.thaw();
+    for stop in stopped {
+        stop.unwrap_or_else(|error| panic!("{error:#}\n{}", daemons.log_tails()));
+    }
+    daemons.kill_relay().unwrap();
+    daemons.kill_node().unwrap();
+    daemons.start_relay().unwrap();
+    daemons.start_node().unwrap();
+    daemons.ready().await.unwrap();
+    for sandbox in &sandboxes {
+        daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+    }
+    eventually("no stop is kept any more", PATIENCE, async || {
+        std::fs::read_dir(daemons.run_dir().join("stops")).ok()?.next().is_none().then_some(())
+    })
+    .await
+    .unwrap();
+    daemons.terminate_node().unwrap();
+    daemons.terminate_relay().unwrap();
+    drop(disk);
 }

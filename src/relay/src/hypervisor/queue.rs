@@ -10,6 +10,8 @@
 //! * A StopVM waits for nothing, and cancels the earlier CreateVM and StartVM that the node has not received.
 //! * A StopVM that the node does not answer in time goes to the inbox. Until the node has read it there, later CreateVM
 //!   and StartVM of that sandbox wait.
+//! * A StopVM whose inbox file is not written in time, because the disk stalls, is kept without the disk and answered.
+//!   It stays in the queue until it is in the inbox.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -40,6 +42,10 @@ pub(crate) enum Output {
     Answer { caller: Caller, body: Bytes },
     /// Make the stop of this sandbox durable, then call [`Queue::inbox_written`].
     WriteInbox(SandboxId),
+    /// Keep the stop of this sandbox without the state's disk, then call [`Queue::stop_kept`].
+    KeepStop(SandboxId),
+    /// Remove the kept stop of this sandbox.
+    ForgetStop(SandboxId),
     /// Close the node's unusable connection and dial again.
     Reconnect(&'static str),
 }
@@ -54,6 +60,8 @@ pub(crate) struct Limits {
     pub(crate) bytes: usize,
     /// Time limit of the node's answer to a StopVM before it goes to the inbox.
     pub(crate) stop_grace: Duration,
+    /// Time limit of the inbox write before the stop is kept without the disk.
+    pub(crate) write_grace: Duration,
     /// Silence of a node that owes answers before a liveness check.
     pub(crate) probe_after: Duration,
     /// Time limit of the answer to that check.
@@ -68,6 +76,7 @@ impl Default for Limits {
             calls_per_sandbox: 64,
             bytes: 64 << 20,
             stop_grace: Duration::from_millis(400),
+            write_grace: Duration::from_millis(300),
             probe_after: Duration::from_secs(5),
             hang: Duration::from_secs(10),
         }
@@ -132,7 +141,19 @@ impl Calls {
                 self.by_sandbox.remove(sandbox);
             }
         }
-        if let Some(Caller::Shim { conn, .. }) = call.caller
+        self.forget_caller(id, call.caller);
+        Some(call)
+    }
+
+    /// Removes and returns the caller of a call, which stays.
+    fn take_caller(&mut self, id: CallId) -> Option<Caller> {
+        let caller = self.all.get_mut(&id)?.caller.take();
+        self.forget_caller(id, caller);
+        caller
+    }
+
+    fn forget_caller(&mut self, id: CallId, caller: Option<Caller>) {
+        if let Some(Caller::Shim { conn, .. }) = caller
             && let Some(calls) = self.by_connection.get_mut(&conn)
         {
             calls.remove(&id);
@@ -140,7 +161,6 @@ impl Calls {
                 self.by_connection.remove(&conn);
             }
         }
-        Some(call)
     }
 
     /// Returns the calls of a sandbox, oldest first.
@@ -202,6 +222,8 @@ struct Inbox {
     /// Stops that no ReadInbox has covered yet, with the number of their write.
     unread: HashMap<SandboxId, u64>,
     writing: HashSet<SandboxId>,
+    /// Stops that are kept without the disk, or about to be.
+    kept: HashSet<SandboxId>,
     writes: u64,
     /// ReadInbox in flight: its stream, and the number of the last write that it covers.
     reading: Option<(u32, u64)>,
@@ -282,11 +304,11 @@ impl Queue {
         let call = self.insert(Some(caller), kind, request, now);
         let Some(entry) = self.calls.all.get(&call) else { return };
         if matches!(entry.kind, Kind::Stop(_)) {
-            self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
             if self.node.state != NodeState::Ready {
-                self.fall_back(call);
+                self.fall_back(call, now);
                 return;
             }
+            self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
         }
         self.send_if_due(call, now);
     }
@@ -408,7 +430,7 @@ impl Queue {
             self.timers.pop_first();
             match timer {
                 Timer::Deadline(id) => self.expire(id, now),
-                Timer::StopGrace(id) => self.fall_back(id),
+                Timer::StopGrace(id) => self.fall_back(id, now),
                 Timer::Probe => self.probe(now),
                 Timer::Hang => {
                     self.inbox.reading = None;

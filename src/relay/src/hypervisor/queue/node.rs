@@ -19,7 +19,7 @@ impl Queue {
     }
 
     /// Handles the loss of the node's connection: its unanswered calls will be sent again.
-    pub(crate) fn node_lost(&mut self) {
+    pub(crate) fn node_lost(&mut self, now: Instant) {
         self.node.state = NodeState::Away;
         self.inbox.reading = None;
         self.node.sent.clear();
@@ -36,7 +36,7 @@ impl Queue {
             }
         }
         for stop in stops {
-            self.fall_back(stop);
+            self.fall_back(stop, now);
         }
         for call in internal {
             self.finish(call, call::status(code::UNAVAILABLE, "peerpod-node is away"));

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use peerpod_proto::hypervisor::StopVMRequest;
 use peerpod_proto::ttrpc_frame::{Request, Response};
 use protobuf::Message;
 
@@ -22,13 +23,19 @@ impl Queue {
         }
     }
 
-    pub(super) fn fall_back(&mut self, stop: CallId) {
+    /// Takes the next way to make a stop last: first the inbox, then the memory that outlives this process.
+    pub(super) fn fall_back(&mut self, stop: CallId, now: Instant) {
         let Some(call) = self.calls.all.get_mut(&stop) else { return };
+        let Kind::Stop(id) = call.kind.clone() else { return };
         if call.in_inbox {
+            if call.caller.is_some() {
+                self.inbox.kept.insert(id.clone());
+                self.outputs.push_back(Output::KeepStop(id));
+            }
             return;
         }
         call.in_inbox = true;
-        let Kind::Stop(id) = call.kind.clone() else { return };
+        self.timers.insert((now + self.limits.write_grace, Timer::StopGrace(stop)));
         self.cancel_before(&id, stop, true);
         if self.inbox.writing.insert(id.clone()) {
             self.outputs.push_back(Output::WriteInbox(id));
@@ -37,8 +44,7 @@ impl Queue {
 
     /// Handles the end of an inbox write: the stop of `id` is durable, or failed with the given reason.
     pub(crate) fn inbox_written(&mut self, id: &SandboxId, result: Result<(), String>, now: Instant) {
-        let in_inbox = self.calls.of_sandbox(id).filter(|(_, call)| call.in_inbox);
-        let stops: Vec<CallId> = in_inbox.map(|(stop, _)| stop).collect();
+        let stops = self.in_inbox(id);
         self.inbox.writing.remove(id);
         match result {
             Ok(()) => {
@@ -51,11 +57,62 @@ impl Queue {
             Err(why) => {
                 let why = format!("record the stop of sandbox {id}: {why}; the node did not answer either");
                 for stop in stops {
-                    self.finish(stop, call::status(code::INTERNAL, &why));
+                    self.not_written(stop, id, &why, now);
                 }
             }
         }
+        if self.inbox.kept.contains(id) && !self.calls.of_sandbox(id).any(|(_, call)| is_stop(call)) {
+            self.inbox.kept.remove(id);
+            self.outputs.push_back(Output::ForgetStop(id.clone()));
+        }
         self.advance(id, now);
+    }
+
+    /// Refuses a stop that could not be recorded. One that was answered before is recorded again after a pause.
+    fn not_written(&mut self, stop: CallId, id: &SandboxId, why: &str, now: Instant) {
+        match self.calls.all.get_mut(&stop) {
+            Some(call) if call.caller.is_none() && self.inbox.kept.contains(id) => {
+                call.in_inbox = false;
+                self.timers.insert((now + self.limits.hang, Timer::StopGrace(stop)));
+            }
+            _ => self.finish(stop, call::status(code::INTERNAL, why)),
+        }
+    }
+
+    /// Handles a kept stop: its callers are answered, and it stays until it is in the inbox.
+    pub(crate) fn stop_kept(&mut self, id: &SandboxId) {
+        for stop in self.in_inbox(id) {
+            let caller = self.calls.take_caller(stop);
+            self.answer_to(caller, call::done());
+        }
+        // It reached the inbox while it was being kept.
+        if !self.inbox.kept.contains(id) {
+            self.outputs.push_back(Output::ForgetStop(id.clone()));
+        }
+    }
+
+    /// Continues stops that an earlier process kept.
+    pub(crate) fn continue_kept(&mut self, ids: Vec<SandboxId>, now: Instant) {
+        for id in ids {
+            self.inbox.kept.insert(id.clone());
+            if self.calls.of_sandbox(&id).any(|(_, call)| is_stop(call)) {
+                continue;
+            }
+            let payload = StopVMRequest { id: id.to_string(), ..Default::default() }.write_to_bytes();
+            let request = Request {
+                service: "hypervisor.Hypervisor".into(),
+                method: "StopVM".into(),
+                payload: payload.unwrap_or_default(),
+                ..Default::default()
+            };
+            let stop = self.insert(None, Kind::Stop(id), request, now);
+            self.fall_back(stop, now);
+        }
+    }
+
+    /// Returns the stops of a sandbox that are on their way to the inbox.
+    fn in_inbox(&self, id: &SandboxId) -> Vec<CallId> {
+        self.calls.of_sandbox(id).filter(|(_, call)| call.in_inbox).map(|(stop, _)| stop).collect()
     }
 
     /// Asks the node to read the inbox, if it is connected and no ReadInbox is in flight.
@@ -93,4 +150,8 @@ impl Queue {
             self.send_if_due(call, now);
         }
     }
+}
+
+fn is_stop(call: &Call) -> bool {
+    matches!(call.kind, Kind::Stop(_))
 }

@@ -138,7 +138,7 @@ fn a_new_process_continues_calls_in_order_with_their_remaining_time() {
     world.queue.answer(stream, call::done(), world.now);
     assert_eq!(world.answers(), [(start, 0)]);
 
-    world.queue.node_lost();
+    world.queue.node_lost(world.now);
     world.call_within(1, Kind::Create(id("b")), 1_000_000_000);
     world.pass_on();
     world.pass(Duration::from_millis(1500));
@@ -176,7 +176,7 @@ fn unanswered_calls_are_sent_again_after_the_node_was_away() {
     let mut world = World::ready();
     let create = world.call(1, Kind::Create(id("a")));
     let before = world.sent();
-    world.queue.node_lost();
+    world.queue.node_lost(world.now);
     assert_eq!(world.outputs(), []);
     world.connect();
     let sent = world.sent();
@@ -280,6 +280,44 @@ fn a_stop_that_cannot_be_written_fails() {
 }
 
 #[test]
+fn a_stop_that_the_disk_holds_up_is_kept_and_answered_and_recorded_later() {
+    let mut world = World::ready();
+    let stop = world.call(1, Kind::Stop(id("a")));
+    world.sent();
+    world.pass(Duration::from_millis(400));
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))]);
+    world.pass(Duration::from_millis(300));
+    assert_eq!(world.outputs(), [Output::KeepStop(id("a"))]);
+    world.queue.stop_kept(&id("a"));
+    assert_eq!(world.answers(), [(stop, 0)]);
+    assert_eq!(world.queue.len(), 1, "it stays");
+    let create = world.call(1, Kind::Create(id("a")));
+    assert_eq!(world.outputs(), [], "a later call waits");
+    // A disk that fails after it has stalled: the stop is recorded again.
+    world.queue.inbox_written(&id("a"), Err("input/output error".into()), world.now);
+    assert_eq!(world.answers(), []);
+    world.pass(Duration::from_secs(10));
+    let outputs = world.outputs();
+    assert!(outputs.contains(&Output::WriteInbox(id("a"))), "{outputs:?}");
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    let outputs = world.outputs();
+    assert!(outputs.contains(&Output::ForgetStop(id("a"))), "{outputs:?}");
+    assert_ne!(create, stop);
+}
+
+#[test]
+fn kept_stops_of_an_earlier_process_go_to_the_inbox() {
+    let mut world = World::new();
+    world.queue.continue_kept(vec![id("a")], world.now);
+    assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))]);
+    world.queue.inbox_written(&id("a"), Ok(()), world.now);
+    assert_eq!(world.outputs(), [Output::ForgetStop(id("a"))]);
+    // Kept only after it was recorded.
+    world.queue.stop_kept(&id("a"));
+    assert_eq!(world.outputs(), [Output::ForgetStop(id("a"))]);
+}
+
+#[test]
 fn a_closed_connection_takes_its_calls_along_but_not_its_stops() {
     let mut world = World::ready();
     world.call(1, Kind::Create(id("a")));
@@ -287,7 +325,7 @@ fn a_closed_connection_takes_its_calls_along_but_not_its_stops() {
     world.sent();
     world.queue.connection_closed(1, world.now);
     assert_eq!(world.queue.len(), 1);
-    world.queue.node_lost();
+    world.queue.node_lost(world.now);
     assert_eq!(world.outputs(), [Output::WriteInbox(id("b"))]);
     world.queue.inbox_written(&id("b"), Ok(()), world.now);
     assert_eq!(world.answers(), [], "no caller is left for the answer");
@@ -394,7 +432,7 @@ fn an_internal_call_does_not_wait_for_the_node() {
     world.connect();
     world.queue.accept(Caller::Internal(8), Kind::Other, Request::new(), world.now);
     world.sent();
-    world.queue.node_lost();
+    world.queue.node_lost(world.now);
     assert_eq!(world.answers(), [(Caller::Internal(8), code::UNAVAILABLE)]);
 }
 
