@@ -6,7 +6,6 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -22,12 +21,13 @@ use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
 use peerpod_common::limit::ConnectionLimit;
 use rustls::crypto::CryptoProvider;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::{ServerConfig, SupportedProtocolVersion};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
@@ -37,13 +37,17 @@ const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
 const FIRST_WITHIN: Duration = Duration::from_secs(5);
 /// Limit for a request's body, from the end of its headers. The API server itself gives up after 10 s by default.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
+/// Limit for the caller to take an answer, so that unread answers do not stay in memory.
+const TAKEN_WITHIN: Duration = Duration::from_secs(10);
+/// Limit of a connection's read buffer in bytes, and so of a request's head. A token in it has up to 16 KiB.
+const MOST_BUFFER: usize = 32 * 1024;
 /// Time without a request after which a connection is closed. The API server keeps idle connections for at most 90 s.
 const IDLE: Duration = Duration::from_secs(120);
 /// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 1024;
 
 /// Answer in text or JSON.
-pub(crate) type Reply = Response<Full<Bytes>>;
+pub(crate) type Reply = Response<Bytes>;
 
 /// Answers of a role.
 pub(crate) trait Responder: Send + Sync + 'static {
@@ -79,16 +83,20 @@ impl ResolvesServerCert for InUse {
     }
 }
 
-/// Returns the TLS settings of a port with this certificate.
+/// Returns the TLS settings of a port with this certificate. Callers need a certificate that `callers` accepts; `None`:
+/// they need none.
 pub(crate) fn tls(
     crypto: Arc<CryptoProvider>,
     versions: &[&'static SupportedProtocolVersion],
     certificate: InUse,
+    callers: Option<Arc<dyn ClientCertVerifier>>,
 ) -> Result<ServerConfig, rustls::Error> {
-    let mut tls = ServerConfig::builder_with_provider(crypto)
-        .with_protocol_versions(versions)?
-        .with_no_client_auth()
-        .with_cert_resolver(Arc::new(certificate));
+    let tls = ServerConfig::builder_with_provider(crypto).with_protocol_versions(versions)?;
+    let tls = match callers {
+        Some(callers) => tls.with_client_cert_verifier(callers),
+        None => tls.with_no_client_auth(),
+    };
+    let mut tls = tls.with_cert_resolver(Arc::new(certificate));
     tls.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(tls)
 }
@@ -139,17 +147,21 @@ async fn connection<A: Responder>(
             return;
         }
     };
-    let asked = Arc::new(AtomicBool::new(false));
-    let first = silent(asked.clone());
+    let due = Due::default();
+    let late = late(due.by(FIRST_WITHIN).subscribe());
     let service = service_fn(move |request| {
-        asked.store(true, Ordering::Relaxed);
-        let role = role.clone();
-        async move { Ok::<_, Infallible>(role.answer(request, address).await) }
+        due.clear();
+        let (role, due) = (role.clone(), due.clone());
+        async move {
+            let answer = role.answer(request, address).await;
+            due.by(TAKEN_WITHIN);
+            Ok::<_, Infallible>(answer.map(|bytes| Full::new(Bytes::from_owner(Untaken { bytes, due }))))
+        }
     });
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(IDLE)
-        .max_buf_size(64 * 1024)
+        .max_buf_size(MOST_BUFFER)
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
     let old = async {
@@ -158,17 +170,23 @@ async fn connection<A: Responder>(
             None => std::future::pending().await,
         }
     };
-    let ended = tokio::select! {
-        // A request that has arrived is read before its deadline is checked.
-        biased;
-        ended = served.as_mut() => ended,
-        () = first => {
-            debug!(%address, "connection closed: no request came in time");
-            return;
-        }
-        () = async { tokio::select! { () = busy.draining() => {}, () = old => {} } } => {
-            served.as_mut().graceful_shutdown();
-            served.await
+    let stop = async {
+        tokio::select! { () = busy.draining() => {}, () = old => {} }
+    };
+    let (mut late, mut stop, mut stopping) = (std::pin::pin!(late), std::pin::pin!(stop), false);
+    let ended = loop {
+        tokio::select! {
+            // A request that has arrived is read before its deadline is checked.
+            biased;
+            ended = served.as_mut() => break ended,
+            () = late.as_mut() => {
+                debug!(%address, "connection closed: the first request did not come, or an answer was not taken, in time");
+                return;
+            }
+            () = stop.as_mut(), if !stopping => {
+                served.as_mut().graceful_shutdown();
+                stopping = true;
+            }
         }
     };
     if let Err(why) = ended {
@@ -176,11 +194,53 @@ async fn connection<A: Responder>(
     }
 }
 
-/// Returns when the first request is late, and otherwise never.
-async fn silent(asked: Arc<AtomicBool>) {
-    sleep(FIRST_WITHIN).await;
-    if asked.load(Ordering::Relaxed) {
-        std::future::pending().await
+/// Moment by which the caller must act; `None`: it need not. Clones share it.
+#[derive(Clone, Default)]
+struct Due(Arc<watch::Sender<Option<Instant>>>);
+
+impl Due {
+    fn by(&self, within: Duration) -> &watch::Sender<Option<Instant>> {
+        self.0.send_replace(Some(Instant::now() + within));
+        &self.0
+    }
+
+    fn clear(&self) {
+        self.0.send_replace(None);
+    }
+}
+
+/// Answer that is not written yet. The server drops it after the last byte.
+struct Untaken {
+    bytes: Bytes,
+    due: Due,
+}
+
+impl AsRef<[u8]> for Untaken {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for Untaken {
+    fn drop(&mut self) {
+        self.due.clear();
+    }
+}
+
+/// Returns when the caller is late.
+async fn late(mut due: watch::Receiver<Option<Instant>>) {
+    loop {
+        let by = *due.borrow_and_update();
+        let passed = async {
+            match by {
+                Some(by) => sleep_until(by).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = passed => return,
+            changed = due.changed() => if changed.is_err() { std::future::pending().await },
+        }
     }
 }
 
@@ -209,8 +269,30 @@ pub(crate) fn text(status: StatusCode, body: &str) -> Reply {
 }
 
 pub(crate) fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> Reply {
-    let mut response = Response::new(Full::new(body.into()));
+    let mut response = Response::new(body.into());
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_is_late_with_its_first_request_and_with_an_answer_that_it_does_not_take() {
+        let due = Due::default();
+        let mut late = std::pin::pin!(late(due.by(FIRST_WITHIN).subscribe()));
+        let mut is_late = async |after| timeout(after, late.as_mut()).await.is_ok();
+        assert!(!is_late(FIRST_WITHIN / 2).await);
+        due.clear();
+        assert!(!is_late(IDLE).await, "no request is due");
+        due.by(TAKEN_WITHIN);
+        let answer = Bytes::from_owner(Untaken { bytes: Bytes::from_static(b"x"), due: due.clone() });
+        assert!(!is_late(TAKEN_WITHIN / 2).await);
+        drop(answer);
+        assert!(!is_late(IDLE).await, "the answer was taken");
+        due.by(TAKEN_WITHIN);
+        assert!(is_late(TAKEN_WITHIN).await);
+    }
 }

@@ -1,7 +1,7 @@
 //! Finds the servers' programs, starts them so that they end with the test's process, and reads the end of their logs.
 
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -15,7 +15,13 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    /// Its own cgroup, which is removed after its end.
+    cgroup: Option<PathBuf>,
 }
+
+/// Folders of the memory controller in version 1 and in version 2, with the file of the limit.
+const MEMORY: [(&str, &str); 2] =
+    [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
 
 impl Process {
     /// Starts a process in this folder; its output goes to `<name>.log` there.
@@ -24,6 +30,43 @@ impl Process {
     /// When the program does not exist.
     pub fn start(name: &str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
         Process::start_as(name, program, arguments, folder, false)
+    }
+
+    /// Starts a process that may use this many bytes of memory: in a cgroup, or else with a limit of its data.
+    ///
+    /// # Errors
+    /// When the program does not exist.
+    pub fn start_limited(
+        bytes: u64,
+        name: &str,
+        program: &Path,
+        arguments: &[String],
+        folder: &Path,
+    ) -> Result<Process> {
+        let cgroup = MEMORY.iter().find_map(|(controller, file)| {
+            let cgroup = Path::new(controller).join(format!("peerpod-test-{}-{name}", std::process::id()));
+            // In a mixture of both versions the second folder is none of a controller.
+            if !Path::new(controller).join("cgroup.procs").exists() || fs::create_dir(&cgroup).is_err() {
+                return None;
+            }
+            if fs::write(cgroup.join(file), bytes.to_string()).is_err() {
+                drop(fs::remove_dir(&cgroup));
+                return None;
+            }
+            Some(cgroup)
+        });
+        let (starter, mut words) = match &cgroup {
+            Some(cgroup) => {
+                let procs = cgroup.join("cgroup.procs").display().to_string();
+                ("sh", vec!["-c".to_owned(), "echo $$ > \"$0\" && exec \"$@\"".to_owned(), procs])
+            }
+            None => ("prlimit", vec![format!("--data={bytes}")]),
+        };
+        words.push(program.display().to_string());
+        words.extend_from_slice(arguments);
+        let mut process = Process::start_as(name, Path::new(starter), &words, folder, false)?;
+        process.cgroup = cgroup;
+        Ok(process)
     }
 
     /// Starts it as the first process of a PID namespace, in a container of the chart.
@@ -56,7 +99,7 @@ impl Process {
         command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = spawn(command, own_pids).with_context(|| format!("start {name}"))?;
-        Ok(Process { name: name.to_owned(), child, log })
+        Ok(Process { name: name.to_owned(), child, log, cgroup: None })
     }
 
     /// Checks that it still runs.
@@ -87,7 +130,7 @@ impl Process {
 
     /// Returns its output so far.
     pub fn said(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
+        fs::read_to_string(&self.log).unwrap_or_default()
     }
 
     pub(crate) fn last_words(&self) -> String {
@@ -102,6 +145,9 @@ impl Drop for Process {
         // Both calls fail only if the process has ended.
         drop(self.child.kill());
         drop(self.child.wait());
+        if let Some(cgroup) = &self.cgroup {
+            drop(fs::remove_dir(cgroup));
+        }
     }
 }
 

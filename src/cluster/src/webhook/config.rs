@@ -6,7 +6,11 @@ use std::sync::Arc;
 
 use peerpod_base::config::Reader;
 use rustls::crypto::CryptoProvider;
-use rustls::{SupportedProtocolVersion, version};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{RootCertStore, SupportedProtocolVersion, version};
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
 
 use super::certificate::Files;
 use super::managed::Managed;
@@ -38,6 +42,8 @@ pub(crate) struct WebhookConfig {
     pub(super) versions: Vec<&'static SupportedProtocolVersion>,
     /// `webhook.tls-cipher-suites`: ring, with these suites alone.
     pub(super) crypto: Arc<CryptoProvider>,
+    /// `webhook.client-ca`: verifies the API server's certificate; `None`: every caller is answered.
+    pub(super) callers: Option<Arc<dyn ClientCertVerifier>>,
     pub(super) excluded: Vec<String>,
     pub(super) profile: Profile,
 }
@@ -45,12 +51,14 @@ pub(crate) struct WebhookConfig {
 impl WebhookConfig {
     pub(crate) fn read(reader: &mut Reader) -> WebhookConfig {
         let (versions, crypto) = tls(reader);
+        let callers = callers(reader, &crypto);
         WebhookConfig {
             listen: reader.constant("webhook.listen", "LISTEN", LISTEN),
             admin_listen: reader.constant("webhook.admin-listen", "ADMIN_LISTEN", ADMIN_LISTEN),
             certificates: certificates(reader),
             versions,
             crypto,
+            callers,
             excluded: reader.get(
                 "webhook.exclude-namespaces",
                 "kube-system",
@@ -140,6 +148,29 @@ fn tls(reader: &mut Reader) -> (Vec<&'static SupportedProtocolVersion>, Arc<Cryp
     let versions: &[_] =
         if least == "VersionTLS13" { &[&version::TLS13] } else { &[&version::TLS13, &version::TLS12] };
     (versions.to_vec(), Arc::new(crypto))
+}
+
+fn callers(reader: &mut Reader, crypto: &Arc<CryptoProvider>) -> Option<Arc<dyn ClientCertVerifier>> {
+    let pem: Option<String> = reader.optional(
+        "webhook.client-ca",
+        "certificates (PEM) of the CA that signed the API server's client certificate; without it every caller is \
+         answered. Use a CA that signs no other certificates",
+    );
+    let verifier = |pem: String| -> anyhow::Result<Arc<dyn ClientCertVerifier>> {
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
+            roots.add(certificate?)?;
+        }
+        Ok(WebPkiClientVerifier::builder_with_provider(Arc::new(roots), crypto.clone()).build()?)
+    };
+    match pem.map(verifier) {
+        None => None,
+        Some(Ok(verifier)) => Some(verifier),
+        Some(Err(why)) => {
+            reader.mistake("webhook.client-ca", format!("{why}; write the CA's certificate in PEM"));
+            None
+        }
+    }
 }
 
 #[cfg(test)]

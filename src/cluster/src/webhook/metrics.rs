@@ -18,6 +18,8 @@ pub(super) enum Outcome {
     Refused,
     /// The body is not an AdmissionReview.
     Malformed,
+    /// Too many long bodies came at once.
+    Limited,
 }
 
 #[derive(Clone, Debug)]

@@ -5,7 +5,8 @@
 //! values are kept in [`ACCOUNTED`], per container. When the webhook is called again, because another webhook has added
 //! a sidecar, the totals are computed from there. Memory limits also go to [`MEMORY_LIMITS`], for the guest to apply.
 //!
-//! The pod is processed as JSON, so that unknown fields stay as they are.
+//! The pod is processed as JSON, so that unknown fields stay as they are. The fields that are used are listed in
+//! [`super::pod`], which reads no others.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
@@ -32,8 +33,11 @@ const GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
 /// Annotation that the API server's own LimitRanger writes when it fills in defaults, also between two calls of a
 /// webhook.
 const LIMIT_RANGER: &str = "kubernetes.io/limit-ranger";
+/// Annotations that are read or written here.
+pub(super) const ANNOTATIONS: [&str; 6] = [ACCOUNTED, MEMORY_LIMITS, VCPUS, MEMORY, GPUS, LIMIT_RANGER];
 /// Fields of a pod's spec that share a namespace of the node with it, and that namespace.
-const SHARED: [(&str, &str); 3] = [("hostNetwork", "network"), ("hostPID", "processes"), ("hostIPC", "IPC")];
+pub(super) const SHARED: [(&str, &str); 3] =
+    [("hostNetwork", "network"), ("hostPID", "processes"), ("hostIPC", "IPC")];
 const MIB: i64 = 1 << 20;
 /// Limit of the record in bytes; the API server limits all annotations together.
 const MOST_RECORD: usize = 200 * 1024;
@@ -46,6 +50,13 @@ pub(super) struct Profile {
     pub(super) totals: Totals,
     /// Resources that count as GPUs.
     pub(super) gpus: Vec<String>,
+}
+
+impl Profile {
+    /// Whether pods of this RuntimeClass are peer pods.
+    pub(super) fn has(&self, class: &str) -> bool {
+        self.runtime_classes.iter().any(|one| one == class)
+    }
 }
 
 /// Rule for a pod's total.
@@ -61,7 +72,7 @@ pub(super) enum Totals {
 /// for one that is a peer pod already. A pod that is an error must not be admitted, because the patch would hide its
 /// mistake.
 pub(super) fn mutate(pod: &Value, profile: &Profile) -> Result<Patch> {
-    if !profile.runtime_classes.iter().any(|class| pod["spec"]["runtimeClassName"] == class.as_str()) {
+    if !pod["spec"]["runtimeClassName"].as_str().is_some_and(|class| profile.has(class)) {
         return Ok(Patch(Vec::new()));
     }
     if let Some((key, what)) = SHARED.into_iter().find(|(key, _)| pod["spec"][*key] == true) {
@@ -147,6 +158,9 @@ impl Record {
 
     fn carried(pod: &Value) -> Result<Option<Record>> {
         let Some(text) = annotation(pod, ACCOUNTED) else { return Ok(None) };
+        if text.len() > MOST_RECORD {
+            return Err(unusable("it is too long"));
+        }
         let record: Record = serde_json::from_str(text).map_err(unusable)?;
         match record.version {
             1 => Ok(Some(record)),
@@ -378,3 +392,5 @@ fn unusable(why: impl Display) -> anyhow::Error {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(super) use tests::any_json;

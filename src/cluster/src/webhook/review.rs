@@ -1,40 +1,50 @@
-//! Reads AdmissionReviews, `admission.k8s.io/v1`, and writes the answers. The pod stays JSON.
+//! Reads AdmissionReviews, `admission.k8s.io/v1`, and writes the answers. The pod stays JSON, and is read only if it is
+//! a peer pod's.
+
+use std::borrow::Cow;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use json_patch::Patch;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
+use serde_json::value::RawValue;
 
 use super::metrics::Outcome;
 use super::mutate::{Profile, mutate};
+use super::pod;
 
 const API_VERSION: &str = "admission.k8s.io/v1";
+/// Longest uid of a request in bytes. The API server's have 36.
+const MOST_UID: usize = 256;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Review {
-    api_version: String,
-    request: Request,
+struct Review<'b> {
+    #[serde(borrow)]
+    api_version: Cow<'b, str>,
+    request: Request<'b>,
 }
 
 #[derive(Deserialize)]
-struct Request {
-    uid: String,
-    #[serde(default)]
-    operation: String,
-    #[serde(default)]
-    namespace: String,
-    kind: Kind,
-    #[serde(default)]
-    object: Value,
+struct Request<'b> {
+    #[serde(borrow)]
+    uid: Cow<'b, str>,
+    #[serde(borrow, default)]
+    operation: Cow<'b, str>,
+    #[serde(borrow, default)]
+    namespace: Cow<'b, str>,
+    kind: Kind<'b>,
+    #[serde(borrow, default)]
+    object: Option<&'b RawValue>,
 }
 
 #[derive(Deserialize)]
-struct Kind {
-    #[serde(default)]
-    group: String,
-    kind: String,
+struct Kind<'b> {
+    #[serde(borrow, default)]
+    group: Cow<'b, str>,
+    #[serde(borrow)]
+    kind: Cow<'b, str>,
 }
 
 /// Returns the answer to a request, and its result. An error means that the body is no valid request; its text is for the
@@ -44,7 +54,7 @@ pub(super) fn answer(
     profile: &Profile,
     excluded: &[String],
 ) -> Result<(String, Outcome), String> {
-    let review: Review =
+    let review: Review<'_> =
         serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
     if review.api_version != API_VERSION {
         return Err(format!(
@@ -53,11 +63,14 @@ pub(super) fn answer(
         ));
     }
     let request = review.request;
+    if request.uid.len() > MOST_UID {
+        return Err(format!("request.uid has more than {MOST_UID} bytes"));
+    }
     let ours = request.operation == "CREATE"
         && request.kind.group.is_empty()
         && request.kind.kind == "Pod"
-        && !excluded.contains(&request.namespace);
-    let patch = if ours { mutate(&request.object, profile) } else { Ok(Patch(Vec::new())) };
+        && !excluded.iter().any(|namespace| *namespace == request.namespace);
+    let patch = patch(request.object.filter(|_| ours), profile);
     let (response, outcome) = match patch {
         Ok(patch) if patch.0.is_empty() => (json!({"uid": request.uid, "allowed": true}), Outcome::Unchanged),
         Ok(patch) => {
@@ -76,8 +89,16 @@ pub(super) fn answer(
     Ok((review.to_string(), outcome))
 }
 
+fn patch(pod: Option<&RawValue>, profile: &Profile) -> anyhow::Result<Patch> {
+    let peer_pod = |pod: &&RawValue| pod::runtime_class(pod).is_some_and(|class| profile.has(&class));
+    let Some(pod) = pod.filter(peer_pod) else { return Ok(Patch(Vec::new())) };
+    mutate(&pod::read(pod)?, profile)
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::super::mutate::Totals;
     use super::*;
 
@@ -141,7 +162,25 @@ mod tests {
     }
 
     #[test]
+    fn a_pod_beyond_the_limits_is_refused_and_another_class_is_not_read() {
+        let mut large = review("2");
+        let containers = vec![json!({"name": "c"}); 10_000];
+        large["request"]["object"]["spec"]["containers"] = json!(containers);
+        let (answer, outcome) = ask(&large).unwrap();
+        assert_eq!(outcome, Outcome::Refused);
+        let message = answer["response"]["status"]["message"].as_str().unwrap();
+        assert!(message.starts_with("peer pod: remove containers: they have more than 8192"), "{message}");
+        large["request"]["object"]["spec"]["runtimeClassName"] = json!("runc");
+        assert_eq!(ask(&large).unwrap().1, Outcome::Unchanged);
+        large["request"]["object"] = Value::Null;
+        assert_eq!(ask(&large).unwrap().1, Outcome::Unchanged);
+    }
+
+    #[test]
     fn an_invalid_review_is_refused() {
+        let mut long = review("1");
+        long["request"]["uid"] = json!("u".repeat(257));
+        assert!(ask(&long).unwrap_err().starts_with("request.uid"));
         assert!(ask(&json!({})).unwrap_err().starts_with("not an AdmissionReview"));
         let mut old = review("1");
         old["apiVersion"] = json!("admission.k8s.io/v1beta1");

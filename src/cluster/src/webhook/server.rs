@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use hyper::body::Incoming;
+use bytes::Bytes;
+use hyper::body::{Body, Incoming};
 use hyper::{Method, Request, StatusCode};
 use parking_lot::Mutex;
 use peerpod_base::admin::{self, Ready};
@@ -14,7 +15,9 @@ use peerpod_base::listen::listen;
 use prometheus_client::registry::Registry;
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
 use super::certificate::Certificate;
@@ -29,6 +32,17 @@ const PATH: &str = "/mutate-v1-pod";
 
 /// Limit of a body in bytes. The API server limits an object to 3 MiB, and the review of a creation holds one.
 const MOST_BODY: usize = 4 * 1024 * 1024;
+/// Bytes of a body, and of an answer, that need no room. Nearly all pods have less, so that long bodies of other callers
+/// do not delay them.
+const SMALL: usize = 32 * 1024;
+/// Room for the bytes beyond [`SMALL`] of all bodies and answers together.
+const ROOM: usize = 16 * 1024 * 1024;
+/// Limit for room to become free. The API server waits for 5 s by the chart's registration.
+const ROOM_WITHIN: Duration = Duration::from_secs(4);
+/// Limit of pods that are evaluated at the same time. An evaluation takes up to 20 MiB.
+const EVALUATIONS: usize = 4;
+/// Longest reason of a refused body in characters.
+const MOST_REASON: usize = 1024;
 /// Time for which requests are still answered after a stop, until this replica is removed from the service's endpoints.
 const LEAVE_AFTER: Duration = Duration::from_secs(3);
 /// Limit for the requests in flight at the end.
@@ -50,6 +64,20 @@ struct Shared {
     profile: Profile,
     excluded: Vec<String>,
     metrics: Metrics,
+    room: Arc<Semaphore>,
+    evaluations: Semaphore,
+}
+
+/// Bytes with the room that they take.
+struct Roomed {
+    bytes: Vec<u8>,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+impl AsRef<[u8]> for Roomed {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// Reads the certificate and binds the ports. After an error nothing stays bound.
@@ -79,7 +107,8 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
             in_use
         }
     };
-    let tls = serve::tls(config.crypto, &config.versions, certificate).context("webhook.tls-…")?;
+    let tls =
+        serve::tls(config.crypto, &config.versions, certificate, config.callers).context("webhook.tls-…")?;
     let failed = |why: std::io::Error| {
         let address = config.listen;
         anyhow!("listen for admission reviews on {address}: {why}; choose another address or free this one")
@@ -87,7 +116,13 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
     let listener = listen(config.listen).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
-    let shared = Shared { profile: config.profile, excluded: config.excluded, metrics };
+    let shared = Shared {
+        profile: config.profile,
+        excluded: config.excluded,
+        metrics,
+        room: Arc::new(Semaphore::new(ROOM)),
+        evaluations: Semaphore::new(EVALUATIONS),
+    };
     Ok(BoundWebhook { address, admin, listener, tls, parts, shared: Arc::new(shared), ready })
 }
 
@@ -126,16 +161,12 @@ impl Responder for Shared {
             return text(StatusCode::METHOD_NOT_ALLOWED, "post an AdmissionReview\n");
         }
         let began = Instant::now();
-        let body = match serve::body(request, MOST_BODY, "a review").await {
-            Ok(body) => body,
-            Err((status, why)) => return self.malformed(status, &why),
-        };
-        match review::answer(&body, &self.profile, &self.excluded) {
+        match self.evaluate(request).await {
             Ok((answer, outcome)) => {
                 self.metrics.answered(outcome, began.elapsed());
                 reply(StatusCode::OK, "application/json", answer)
             }
-            Err(why) => self.malformed(StatusCode::BAD_REQUEST, &why),
+            Err((status, why)) => self.not_answered(status, &why),
         }
     }
 
@@ -145,9 +176,42 @@ impl Responder for Shared {
 }
 
 impl Shared {
-    fn malformed(&self, status: StatusCode, why: &str) -> Reply {
-        self.metrics.answered(Outcome::Malformed, Duration::ZERO);
-        debug!(why, "no admission review");
+    async fn evaluate(&self, request: Request<Incoming>) -> Result<(Bytes, Outcome), (StatusCode, String)> {
+        // Without Content-Length the body may have any length.
+        let announced = request.body().size_hint().upper().unwrap_or(u64::MAX).min(MOST_BODY as u64);
+        let room = self.room(announced as usize).await?;
+        let body = serve::body(request, MOST_BODY, "a review").await?;
+        let (answer, outcome) = {
+            // Fails only when the semaphore is closed, which never happens.
+            let _turn = self.evaluations.acquire().await;
+            let answer = review::answer(&body, &self.profile, &self.excluded);
+            answer.map_err(|why| (StatusCode::BAD_REQUEST, why))?
+        };
+        drop((body, room));
+        let _room = self.room(answer.len()).await?;
+        Ok((Bytes::from_owner(Roomed { bytes: answer.into_bytes(), _room }), outcome))
+    }
+
+    /// Waits for room for this many bytes.
+    async fn room(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, (StatusCode, String)> {
+        let more = u32::try_from(bytes.saturating_sub(SMALL)).unwrap_or(u32::MAX);
+        if more == 0 {
+            return Ok(None);
+        }
+        match timeout(ROOM_WITHIN, self.room.clone().acquire_many_owned(more)).await {
+            Ok(Ok(room)) => Ok(Some(room)),
+            _ => {
+                Err((StatusCode::SERVICE_UNAVAILABLE, "too many long reviews at once; ask again".to_owned()))
+            }
+        }
+    }
+
+    fn not_answered(&self, status: StatusCode, why: &str) -> Reply {
+        let busy = status == StatusCode::SERVICE_UNAVAILABLE;
+        self.metrics.answered(if busy { Outcome::Limited } else { Outcome::Malformed }, Duration::ZERO);
+        // The reason may repeat the body.
+        let why: String = why.chars().take(MOST_REASON).collect();
+        debug!(why, "no answer to an admission review");
         text(status, &format!("{why}\n"))
     }
 }

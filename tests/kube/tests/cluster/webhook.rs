@@ -10,21 +10,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{LimitRange, Pod};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::Api;
 use kube::api::{DeleteParams, PostParams};
-use peerpod_test_kube::{Authority, Cluster, Hook, Options, Process, program, registration, wait_for};
+use peerpod_test_kube::{
+    Authority, Cluster, Hook, Options, Process, program, project, registration, wait_for,
+};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, from_value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio_rustls::client::TlsStream;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const ADMISSIONS: usize = 2000;
 /// Number of concurrent requests.
 const AT_ONCE: usize = 8;
+/// Number of callers that never finish their bodies.
+const UNFINISHED: usize = 256;
 const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 const GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
@@ -38,8 +47,10 @@ struct Webhook {
 }
 
 impl Webhook {
-    async fn start(cluster: &Cluster, authority: &Authority) -> Webhook {
-        let files = (cluster.folder().join("tls.crt"), cluster.folder().join("tls.key"));
+    /// Starts the webhook with the memory of the chart's container.
+    async fn start(cluster: &Cluster, authority: &Authority, name: &str, more: &[String]) -> Webhook {
+        let file = |end| cluster.folder().join(format!("{name}.{end}"));
+        let files = (file("crt"), file("key"));
         put(&files, authority);
         let mut words = vec!["webhook".to_owned()];
         for (key, value) in [
@@ -52,8 +63,10 @@ impl Webhook {
             words.push(format!("--webhook.{key}={value}"));
         }
         words.push("--log.format=json".to_owned());
+        words.extend_from_slice(more);
         let program = program("peerpod-cluster").unwrap();
-        let mut process = Process::start("peerpod-cluster", &program, &words, cluster.folder()).unwrap();
+        let started = Process::start_limited(chart_memory(), name, &program, &words, cluster.folder());
+        let mut process = started.unwrap();
         let said = wait_for("the webhook to answer", LIMIT, async || {
             process.check()?;
             let said = process.said();
@@ -79,7 +92,7 @@ impl Webhook {
     }
 
     async fn metrics(&self) -> String {
-        let mut stream = tokio::net::TcpStream::connect(self.admin).await.unwrap();
+        let mut stream = TcpStream::connect(self.admin).await.unwrap();
         stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).await.unwrap();
@@ -92,6 +105,14 @@ impl Webhook {
             text.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' '));
         values.map(|(_, value)| value.parse::<f64>().unwrap()).sum()
     }
+}
+
+/// Returns the limit of the webhook's memory in the chart, in bytes.
+fn chart_memory() -> u64 {
+    let values = fs::read_to_string(project("deploy/chart/values.yaml")).unwrap();
+    let values: Value = serde_yaml::from_str(&values).unwrap();
+    let limit = values["webhook"]["resources"]["limits"]["memory"].as_str().unwrap();
+    limit.strip_suffix("Mi").unwrap().parse::<u64>().unwrap() << 20
 }
 
 fn put((certificate, key): &(PathBuf, PathBuf), authority: &Authority) {
@@ -144,7 +165,9 @@ fn assert_one_vm(pod: &Pod) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn keeps_its_promises_behind_a_real_api_server() {
-    let cluster = Cluster::start(Options::default()).await.unwrap();
+    let callers = Callers::new();
+    let options = Options { api_server: vec![callers.flag()], ..Options::default() };
+    let cluster = Cluster::start(options).await.unwrap();
     let client = cluster.client().unwrap();
     for namespace in ["shop", "limited"] {
         cluster.namespace(namespace).await.unwrap();
@@ -158,7 +181,7 @@ async fn keeps_its_promises_behind_a_real_api_server() {
             .unwrap();
     }
     let authority = Authority::new().unwrap();
-    let webhook = Webhook::start(&cluster, &authority).await;
+    let webhook = Webhook::start(&cluster, &authority, "webhook", &[]).await;
     let registrations: Api<MutatingWebhookConfiguration> = Api::all(client.clone());
     registrations.create(&PostParams::default(), &webhook.registration(&authority)).await.unwrap();
     let pods: Api<Pod> = Api::namespaced(client.clone(), "shop");
@@ -176,7 +199,162 @@ async fn keeps_its_promises_behind_a_real_api_server() {
     reinvoked(&registrations, &pods).await;
     admissions(&webhook, &registrations, &pods).await;
     rotated(&webhook, &authority, &pods).await;
+    let webhook = hostile_bodies(webhook, &authority, &pods).await;
     gone(webhook, &pods).await;
+    for_the_api_server_alone(&cluster, &authority, &callers, &pods).await;
+}
+
+/// Client certificate with which the API server calls webhooks.
+struct Callers {
+    authority: Authority,
+    folder: Home,
+}
+
+struct Home(PathBuf);
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+impl Callers {
+    fn new() -> Callers {
+        let folder = Home(std::env::temp_dir().join(format!("peerpod-callers-{}", std::process::id())));
+        fs::create_dir_all(&folder.0).unwrap();
+        let authority = Authority::new().unwrap();
+        let (certificate, key) = authority.issue().unwrap();
+        let user = json!({
+            "client-certificate-data": BASE64_STANDARD.encode(certificate),
+            "client-key-data": BASE64_STANDARD.encode(key),
+        });
+        let kubeconfig =
+            json!({"apiVersion": "v1", "kind": "Config", "users": [{"name": "*", "user": user}]});
+        let file = folder.0.join("kubeconfig");
+        fs::write(&file, kubeconfig.to_string()).unwrap();
+        let version = "apiserver.config.k8s.io/v1";
+        let configuration =
+            json!({"apiVersion": version, "kind": "WebhookAdmissionConfiguration", "kubeConfigFile": file});
+        let plugins = json!([{"name": "MutatingAdmissionWebhook", "configuration": configuration}]);
+        let admission = json!({"apiVersion": version, "kind": "AdmissionConfiguration", "plugins": plugins});
+        fs::write(folder.0.join("admission"), admission.to_string()).unwrap();
+        Callers { authority, folder }
+    }
+
+    /// Returns the API server's flag.
+    fn flag(&self) -> String {
+        format!("--admission-control-config-file={}", self.folder.0.join("admission").display())
+    }
+}
+
+/// Opens a connection that trusts the CA, without a client certificate.
+async fn connect(address: SocketAddr, ca: &str) -> std::io::Result<TlsStream<TcpStream>> {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).unwrap()).unwrap();
+    let ring = Arc::new(rustls::crypto::ring::default_provider());
+    let config =
+        rustls::ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions().unwrap();
+    let config = config.with_root_certificates(roots).with_no_client_auth();
+    let stream = TcpStream::connect(address).await?;
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await
+}
+
+/// Posts a body, and returns the first line of the answer; an error without an answer.
+async fn post(address: SocketAddr, ca: &str, announced: usize, body: &[u8]) -> std::io::Result<String> {
+    let mut stream = connect(address, ca).await?;
+    let head = format!("POST /mutate-v1-pod HTTP/1.1\r\nHost: x\r\nContent-Length: {announced}\r\n\r\n");
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body).await?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).await?;
+    if line.is_empty() { Err(std::io::ErrorKind::UnexpectedEof.into()) } else { Ok(line) }
+}
+
+/// Bodies from unknown callers do not end the webhook, and it answers the largest pod of the API server meanwhile.
+async fn hostile_bodies(mut webhook: Webhook, authority: &Authority, pods: &Api<Pod>) -> Webhook {
+    let review = |spec: &str, objects: &str| {
+        let many = objects.repeat(((4 << 20) - 512) / objects.len());
+        format!(
+            r#"{{"apiVersion":"admission.k8s.io/v1","request":{{"uid":"u","operation":"CREATE","kind":{{"kind":"Pod"}},
+            "object":{{"spec":{{"runtimeClassName":"kata-remote","{spec}":[{many}0]}}}}}}}}"#
+        )
+    };
+    let bodies = [
+        review("x", r#"{"":0},"#),
+        review("containers", r#"{"name":0},"#),
+        review("containers", r#"{"resources":{"limits":{"":"1"}}},"#),
+    ];
+    let bodies = Arc::new(bodies.map(String::into_bytes));
+    let (address, ca) = (webhook.address, Arc::new(authority.pem()));
+    // Unfinished bodies of the size that needs no room.
+    let mut unfinished = JoinSet::new();
+    for _ in 0..UNFINISHED {
+        let (bodies, ca) = (bodies.clone(), ca.clone());
+        unfinished
+            .spawn(async move { post(address, &ca, 32 << 10, &bodies[0][..(32 << 10) - 1]).await.is_ok() });
+    }
+    let mut whole = JoinSet::new();
+    for n in 0..4 * bodies.len() {
+        let (bodies, ca) = (bodies.clone(), ca.clone());
+        whole.spawn(async move {
+            let body = &bodies[n % bodies.len()];
+            loop {
+                if let Ok(line) = post(address, &ca, body.len(), body).await {
+                    return line;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+    }
+    wait_for("an answer to each body", LIMIT, async || {
+        webhook.process.check()?;
+        while let Some(line) = whole.try_join_next() {
+            let line = line?;
+            anyhow::ensure!(["200", "503"].iter().any(|status| line.contains(status)), "{line}");
+        }
+        Ok(whole.is_empty().then_some(()))
+    })
+    .await
+    .unwrap();
+    // The API server accepts 3 MiB, and adds its defaults.
+    let mut large = pod("kata-remote", vec![], vec![container("c", "cpu=2", "")]);
+    large.spec.as_mut().unwrap().containers[0].args = Some(vec!["a".repeat(1000); 2900]);
+    wait_for("the largest pod", LIMIT, async || {
+        webhook.process.check()?;
+        let Ok(made) = pods.create(&dry(), &large).await else { return Ok(None) };
+        Ok(sizes(&made)[0].clone())
+    })
+    .await
+    .unwrap();
+    unfinished.shutdown().await;
+    webhook.process.check().unwrap();
+    webhook
+}
+
+/// With the CA of the API server's client certificate, the webhook answers the API server and no other caller.
+async fn for_the_api_server_alone(
+    cluster: &Cluster,
+    authority: &Authority,
+    callers: &Callers,
+    pods: &Api<Pod>,
+) {
+    let ca = format!("--webhook.client-ca={}", callers.authority.pem());
+    let webhook = Webhook::start(cluster, authority, "callers", &[ca]).await;
+    let body = json!({"apiVersion": "admission.k8s.io/v1"}).to_string();
+    post(webhook.address, &authority.pem(), body.len(), body.as_bytes()).await.unwrap_err();
+    let registrations: Api<MutatingWebhookConfiguration> = Api::all(cluster.client().unwrap());
+    let name = "peerpod-webhook";
+    registrations.delete(name, &DeleteParams::default()).await.unwrap();
+    registrations.create(&PostParams::default(), &webhook.registration(authority)).await.unwrap();
+    wait_for("the webhook that knows its callers", LIMIT, async || {
+        let one = pod("kata-remote", vec![], vec![container("c", "cpu=3", "")]);
+        let Ok(made) = pods.create(&dry(), &one).await else { return Ok(None) };
+        Ok(sizes(&made)[0].clone())
+    })
+    .await
+    .unwrap();
+    assert!(webhook.metric("peerpod_webhook_handshakes_failed_total").await >= 1.0);
 }
 
 /// Requests and limits of init containers, and of containers; expected sizes by Kubernetes' rule.
@@ -456,18 +634,9 @@ async fn rotated(webhook: &Webhook, authority: &Authority, pods: &Api<Pod>) {
     assert!(certificates > ROTATIONS, "{certificates} certificates seen");
 }
 
-/// Opens a new connection that trusts the CA, and returns the server's certificate.
+/// Returns the server's certificate on a new connection.
 async fn handshake(address: SocketAddr, ca: &str) -> Vec<u8> {
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).unwrap()).unwrap();
-    let ring = Arc::new(rustls::crypto::ring::default_provider());
-    let config =
-        rustls::ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions().unwrap();
-    let config = config.with_root_certificates(roots).with_no_client_auth();
-    let stream = tokio::net::TcpStream::connect(address).await.unwrap();
-    let name = ServerName::try_from("127.0.0.1").unwrap();
-    let stream = tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap();
-    stream.get_ref().1.peer_certificates().unwrap()[0].to_vec()
+    connect(address, ca).await.unwrap().get_ref().1.peer_certificates().unwrap()[0].to_vec()
 }
 
 /// Checks that peer pods are refused while the webhook is down, and that other pods are not affected.

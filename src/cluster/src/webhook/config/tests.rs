@@ -1,3 +1,5 @@
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_base::config::Sources;
 
 use super::*;
@@ -36,6 +38,20 @@ fn all_classes_have_the_same_settings() {
     let profile = config.profile;
     assert_eq!(profile.runtime_classes, ["kata-remote", "kata-gpu"]);
     assert_eq!((profile.totals, profile.resource.as_str()), (Totals::Sum, "example.org/vm"));
+}
+
+#[test]
+fn a_client_ca_is_read_or_named_as_a_mistake() {
+    assert!(read(&[]).unwrap().callers.is_none());
+    let ca = rcgen::generate_simple_self_signed(["ca".to_owned()]).unwrap();
+    let pem = |der: &[u8]| {
+        format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", BASE64_STANDARD.encode(der))
+    };
+    assert!(read(&["--webhook.client-ca", &pem(ca.cert.der())]).unwrap().callers.is_some());
+    for wrong in ["x".to_owned(), pem(b"x")] {
+        let said = read(&["--webhook.client-ca", &wrong]).err().unwrap();
+        assert!(said.contains("webhook.client-ca") && said.contains("write the CA's certificate"), "{said}");
+    }
 }
 
 /// Test table of the replaced webhook.

@@ -336,6 +336,8 @@ fn refuses_values_that_no_later_check_would_see() {
     assert!(
         mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("remove the annotation")
     );
+    forged["metadata"]["annotations"] = json!({ACCOUNTED: " ".repeat(MOST_RECORD + 1)});
+    assert!(mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("it is too long"));
     forged["metadata"]["annotations"] = json!({ACCOUNTED: r#"{"version":2}"#});
     assert!(mutate(&forged, &profile(Totals::Sum)).unwrap_err().to_string().contains("version is 2"));
 }
@@ -355,7 +357,7 @@ fn each_class_of_the_profile_counts() {
     assert_eq!(changed["spec"]["containers"][0]["resources"]["requests"], json!({"example.org/vm": "1"}));
 }
 
-fn any_json() -> impl Strategy<Value = Value> {
+pub(in crate::webhook) fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),

@@ -2,7 +2,9 @@ use std::path::PathBuf;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use rustls_pki_types::{CertificateDer, ServerName};
+use rcgen::CertifiedKey;
+use rustls::server::WebPkiClientVerifier;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -25,6 +27,17 @@ struct Served {
 
 impl Served {
     async fn start(name: &str) -> Served {
+        Served::start_for(name, None).await
+    }
+
+    /// Starts a server that answers callers with this certificate alone.
+    async fn start_for(name: &str, caller: Option<CertificateDer<'static>>) -> Served {
+        let crypto = Arc::new(rustls::crypto::ring::default_provider());
+        let callers = caller.map(|caller| {
+            let mut roots = rustls::RootCertStore::empty();
+            roots.add(caller).unwrap();
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), crypto.clone()).build().unwrap()
+        });
         let folder = std::env::temp_dir().join(format!("peerpod-webhook-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let pair = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
@@ -49,7 +62,8 @@ impl Served {
                 key: folder.join("tls.key"),
             }),
             versions: vec![&rustls::version::TLS13],
-            crypto: Arc::new(rustls::crypto::ring::default_provider()),
+            crypto,
+            callers,
             excluded: Vec::new(),
             profile,
         })
@@ -62,12 +76,26 @@ impl Served {
     }
 
     async fn connect(&self) -> tokio_rustls::client::TlsStream<TcpStream> {
+        self.connect_as(None).await
+    }
+
+    async fn connect_as(
+        &self,
+        caller: Option<&CertifiedKey<rcgen::KeyPair>>,
+    ) -> tokio_rustls::client::TlsStream<TcpStream> {
         let mut roots = rustls::RootCertStore::empty();
         roots.add(self.root.clone()).unwrap();
         let ring = Arc::new(rustls::crypto::ring::default_provider());
         let config =
             rustls::ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions().unwrap();
-        let config = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
+        let config = config.with_root_certificates(roots);
+        let config = Arc::new(match caller {
+            Some(CertifiedKey { cert, signing_key }) => {
+                let key = PrivateKeyDer::Pkcs8(signing_key.serialized_der().to_vec().into());
+                config.with_client_auth_cert(vec![cert.der().clone()], key).unwrap()
+            }
+            None => config.with_no_client_auth(),
+        });
         let stream = TcpStream::connect(self.address).await.unwrap();
         let name = ServerName::try_from("127.0.0.1").unwrap();
         tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
@@ -75,20 +103,11 @@ impl Served {
 
     /// Returns the whole answer with its headers, on a new connection.
     async fn ask(&self, request: &str) -> String {
-        let mut stream = self.connect().await;
-        stream.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        let read =
-            tokio::time::timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time");
-        // Some connections end without a TLS close_notify.
-        drop(read);
-        answer
+        answer(self.connect().await, request).await
     }
 
     async fn post(&self, body: &str) -> String {
-        let length = body.len();
-        self.ask(&format!("POST {PATH}?timeout=5s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"))
-            .await
+        self.ask(&posted(body)).await
     }
 
     async fn admin(&self, path: &str) -> String {
@@ -106,6 +125,24 @@ impl Drop for Served {
         self.ended.abort();
         std::fs::remove_dir_all(&self.folder).unwrap();
     }
+}
+
+fn posted(body: &str) -> String {
+    let head = format!("POST {PATH}?timeout=5s HTTP/1.1\r\nHost: x\r\nConnection: close");
+    format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+/// Returns all that the server sends.
+async fn answer(mut stream: tokio_rustls::client::TlsStream<TcpStream>, request: &str) -> String {
+    let mut answer = Vec::new();
+    let asked = async {
+        // A server that refuses the client's certificate closes while this is written.
+        drop(stream.write_all(request.as_bytes()).await);
+        // Some connections end without a TLS close_notify.
+        drop(stream.read_to_end(&mut answer).await);
+    };
+    tokio::time::timeout(LIMIT, asked).await.expect("an answer in time");
+    String::from_utf8(answer).unwrap()
 }
 
 fn review(name: &str) -> Value {
@@ -152,6 +189,43 @@ async fn a_body_that_is_too_long_or_too_slow_is_refused() {
     // The largest review of an API server is answered.
     let answer = served.post(&review(&"n".repeat(3 << 20)).to_string()).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[tokio::test]
+async fn callers_need_the_api_servers_certificate_where_its_ca_is_set() {
+    let made = || rcgen::generate_simple_self_signed(["caller".to_owned()]).unwrap();
+    let (known, other) = (made(), made());
+    let served = Served::start_for("callers", Some(known.cert.der().clone())).await;
+    let request = posted(&review("p").to_string());
+    let said = answer(served.connect_as(Some(&known)).await, &request).await;
+    assert!(said.starts_with("HTTP/1.1 200"), "{said}");
+    assert_eq!(answer(served.connect_as(Some(&other)).await, &request).await, "");
+    assert_eq!(answer(served.connect().await, &request).await, "");
+}
+
+/// Callers that announce long bodies take the room of long bodies alone.
+#[tokio::test]
+async fn a_small_review_waits_for_no_long_one() {
+    let served = Served::start("room").await;
+    let long = format!("POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {MOST_BODY}\r\n\r\n");
+    let mut stalled = Vec::new();
+    for _ in 0..8 {
+        let mut stream = served.connect().await;
+        stream.write_all(long.as_bytes()).await.unwrap();
+        stalled.push(stream);
+    }
+    let large = review(&"n".repeat(3 << 20)).to_string();
+    let (small, large) = tokio::join!(served.post(&review("p").to_string()), served.post(&large));
+    assert!(small.starts_with("HTTP/1.1 200"), "{small}");
+    assert!(large.starts_with("HTTP/1.1 503"), "{large}");
+    let metrics = served.admin("/metrics").await;
+    assert!(metrics.contains("peerpod_webhook_reviews_total{outcome=\"Limited\"}"), "{metrics}");
+    drop(stalled);
+    // The room is free again.
+    let began = Instant::now();
+    while !served.post(&review(&"n".repeat(3 << 20)).to_string()).await.starts_with("HTTP/1.1 200") {
+        assert!(began.elapsed() < LIMIT, "the room stays taken");
+    }
 }
 
 #[tokio::test]
