@@ -4,10 +4,8 @@
 //! Any host of the network may connect. Unproven connections therefore have little time and few places, and the newest
 //! evicts the oldest: a peer that only stalls cannot keep the node out.
 
-use std::collections::VecDeque;
-use std::future::Future;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use peerpod_common::accept::Acceptor;
+use peerpod_common::crowd::Crowd;
 use peerpod_link::{endpoint, tls};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
-use tokio::task::{AbortHandle, Id, JoinSet};
+use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -95,21 +94,29 @@ async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
         sleep(AGAIN).await;
     };
     tracing::info!(port, "waiting for the node to dial");
-    let (mut crowd, mut acceptor) = (Crowd::default(), Acceptor::new("node"));
+    let (mut crowd, mut strangers) = (Crowd::new(MOST, MOST_OF_ONE), Strangers::default());
+    let mut acceptor = Acceptor::new("node");
     loop {
         tokio::select! {
             (stream, peer) = acceptor.next(|| listener.accept()) => {
                 let with_certificate = arrived.with_certificate.load(Relaxed);
                 let Some(config) = greeting(with_certificate) else { continue };
                 let arrived = arrived.clone();
-                crowd.add(peer.ip().to_canonical(), async move {
+                let evicted = crowd.add(peer.ip().to_canonical(), async move {
                     let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
                     *arrived.newest.lock() = Some((with_certificate, stream));
                     arrived.changed.notify_one();
-                    Ok(())
+                    Ok::<_, (SocketAddr, io::Error)>(())
                 });
+                if evicted {
+                    strangers.note(peer, "it evicted the oldest of too many unauthenticated connections");
+                }
             }
-            () = crowd.leave() => {}
+            left = crowd.leave() => {
+                if let Some(Err((peer, error))) = left {
+                    strangers.note(peer, &error.to_string());
+                }
+            }
         }
     }
 }
@@ -127,54 +134,21 @@ async fn shake(stream: TcpStream, config: Arc<rustls::ClientConfig>) -> io::Resu
     timeout(HANDSHAKE, TlsConnector::from(config).connect(tls::server_name(), stream)).await?
 }
 
-type Shaken = Result<(), (SocketAddr, io::Error)>;
-
-/// Connections that have proven nothing yet.
+/// Counts connections of other peers than the node, for the log.
 #[derive(Default)]
-struct Crowd {
-    open: JoinSet<Shaken>,
-    /// Oldest first.
-    places: VecDeque<(Id, IpAddr, AbortHandle)>,
-    strangers: u64,
+struct Strangers {
+    times: u64,
     said: Option<Instant>,
 }
 
-impl Crowd {
-    /// Adds a connection; at a limit, evicts the oldest of its address, or of all.
-    fn add(&mut self, address: IpAddr, shaking: impl Future<Output = Shaken> + Send + 'static) {
-        let of_it = |(_, other, _): &&(Id, IpAddr, AbortHandle)| *other == address;
-        let leaves = if self.places.iter().filter(of_it).count() >= MOST_OF_ONE {
-            self.places.iter().position(|place| place.1 == address)
-        } else {
-            (self.places.len() >= MOST).then_some(0)
-        };
-        if let Some((.., shaking)) = leaves.and_then(|at| self.places.remove(at)) {
-            shaking.abort();
-            self.stranger(address, "evicted as the oldest of too many unauthenticated connections");
-        }
-        let shaking = self.open.spawn(shaking);
-        self.places.push_back((shaking.id(), address, shaking));
-    }
-
-    /// Waits until one handshake is done, with any result.
-    async fn leave(&mut self) {
-        let (id, shaken) = match self.open.join_next_with_id().await {
-            Some(Ok((id, shaken))) => (id, Some(shaken)),
-            Some(Err(error)) => (error.id(), None),
-            None => return std::future::pending().await,
-        };
-        self.places.retain(|(other, ..)| *other != id);
-        if let Some(Err((peer, error))) = shaken {
-            self.stranger(peer.ip().to_canonical(), &error.to_string());
-        }
-    }
-
-    fn stranger(&mut self, address: IpAddr, why: &str) {
-        self.strangers += 1;
+impl Strangers {
+    fn note(&mut self, peer: SocketAddr, why: &str) {
+        let address = peer.ip().to_canonical();
+        self.times += 1;
         tracing::debug!(%address, why, "refused a connection that is not from the node");
         if self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY) {
             self.said = Some(Instant::now());
-            let times = std::mem::take(&mut self.strangers);
+            let times = std::mem::take(&mut self.times);
             tracing::warn!(%address, why, times, "refused a connection that is not from the node");
         }
     }
@@ -183,30 +157,6 @@ impl Crowd {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn held() -> impl Future<Output = Shaken> + Send + 'static {
-        std::future::pending()
-    }
-
-    #[tokio::test]
-    async fn connections_are_bounded_and_the_newest_is_always_accepted() {
-        let mut crowd = Crowd::default();
-        let (loud, ours) = (IpAddr::from([10, 0, 0, 9]), IpAddr::from([10, 0, 0, 1]));
-        for _ in 0..3 * MOST_OF_ONE {
-            crowd.add(loud, held());
-        }
-        assert_eq!(crowd.places.len(), MOST_OF_ONE, "of one address");
-        for n in 0..4 * MOST_OF_ONE as u32 {
-            crowd.add(IpAddr::V4(std::net::Ipv4Addr::from_bits(0x0a00_0100 + n)), held());
-        }
-        assert_eq!(crowd.places.len(), MOST);
-        assert!(crowd.places.iter().all(|(_, address, _)| *address != loud), "the oldest left");
-        crowd.add(ours, async { Ok(()) });
-        while crowd.places.iter().any(|(_, address, _)| *address == ours) {
-            timeout(Duration::from_secs(5), crowd.leave()).await.unwrap();
-        }
-        assert!(crowd.places.len() < MOST);
-    }
 
     #[tokio::test]
     async fn a_stalled_or_foreign_connection_does_not_block_others() {

@@ -20,7 +20,6 @@ use peerpod_base::lifecycle::Shutdown;
 use peerpod_common::accept::Acceptor;
 use peerpod_common::blocking::blocking;
 use peerpod_common::files;
-use peerpod_common::limit::ConnectionLimit;
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
 use tokio::net::UnixListener;
@@ -307,8 +306,7 @@ impl Core {
             tasks.spawn(guest_dialer::run(orders, parts.clone()));
         }
         let (total, per_address) = (config.max_handshakes, config.max_handshakes_per_address);
-        let unassigned = ConnectionLimit::new(total as usize, per_address as usize);
-        tasks.spawn(guests::accept(listener, parts, unassigned));
+        tasks.spawn(guests::accept(listener, parts, total as usize, per_address as usize));
     }
 
     fn control(self, listen: SocketAddr, pause: Pause) -> Control {

@@ -24,7 +24,7 @@ const OTHERS: [&str; 10] = [
 const THREADS: u32 = 0;
 /// Limit of unauthenticated connections of VMs at once.
 const MAX_HANDSHAKES: u32 = 512;
-/// Limit of unauthenticated connections from one address at once.
+/// Limit of unauthenticated connections from one IPv4 address, or one /64 of IPv6, at once.
 const MAX_HANDSHAKES_PER_ADDRESS: u32 = 32;
 
 /// Settings of the relay.

@@ -115,9 +115,13 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
     }
     let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
     let dial = dial.map_err(|_| invalid("an address to dial is not an IP address with a port"))?;
+    let addresses = request.addresses.iter().take(ADDRESSES).map(|address| address.parse());
+    let addresses = addresses
+        .collect::<Result<_, _>>()
+        .map_err(|_| invalid("an address of the VM is not an IP address"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
     let volumes = volumes_of(&id, request.volumes)?;
-    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes })
+    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes, addresses })
 }
 
 fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Volume>> {

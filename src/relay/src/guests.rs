@@ -1,7 +1,8 @@
 //! Accepts the guests' TLS connections and serves those that `guest_dialer` opened. Every host that can reach the node
 //! can reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a
 //! certificate selects its sandbox. Before that, the relay limits connections, connections per address, and the time
-//! for the handshake and the first record.
+//! for the handshake and the first record. The newest connection evicts the oldest. The addresses of served VMs have
+//! places of their own.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,19 +10,19 @@ use std::time::Duration;
 
 use parking_lot::RwLock;
 use peerpod_common::accept::Acceptor;
-use peerpod_common::limit::ConnectionLimit;
+use peerpod_common::crowd::{self, Crowd};
 use peerpod_link::claim::{self, FIRST_RECORD_DEADLINE, First};
 use peerpod_link::path_mtu::Token;
 use peerpod_link::path_mtu::echo::Known;
 use peerpod_link::{endpoint, tls};
 use peerpod_proto::guest::{Claim, ClaimReply};
 use peerpod_proto::node::ClaimRequest;
+use rustls::server::Acceptor as HelloAcceptor;
 use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use crate::hypervisor::{ClaimError, HypervisorHandle};
@@ -29,7 +30,11 @@ use crate::id::SandboxId;
 use crate::metrics::Metrics;
 use crate::sandboxes::Sandboxes;
 
-/// Time limit of a guest's TLS handshake, also on busy machines.
+/// Time limit of the first message of a TLS handshake, which a guest sends at once.
+const CLIENT_HELLO: Duration = Duration::from_secs(3);
+/// Limit of unauthenticated connections from one address of a served VM.
+const MOST_OF_ONE_VM: usize = 8;
+/// Time limit of the rest of a guest's TLS handshake, also on busy machines.
 const HANDSHAKE: Duration = Duration::from_secs(15);
 /// Time limit for a guest to take the answer to its claim.
 const REPLY: Duration = Duration::from_secs(5);
@@ -51,6 +56,8 @@ pub(crate) struct Parts {
 /// Reason why a connection was refused. [`Refused::label`] is its label in the metric.
 #[derive(Debug, Error)]
 pub(crate) enum Refused {
+    #[error("no ClientHello within {CLIENT_HELLO:?}")]
+    NoClientHello,
     #[error("the TLS handshake took longer than {HANDSHAKE:?}")]
     HandshakeStalled,
     #[error("the TLS handshake failed: {0}")]
@@ -90,6 +97,7 @@ impl Refused {
 
     pub(crate) fn label(&self) -> &'static str {
         match self {
+            Refused::NoClientHello => "no_client_hello",
             Refused::HandshakeStalled => "handshake_stalled",
             Refused::Handshake(_) => "handshake",
             Refused::Silent => "silent",
@@ -104,27 +112,34 @@ impl Refused {
     }
 }
 
-/// Accepts guests until the future is dropped. `unassigned` limits the connections that have no sandbox yet.
-pub(crate) async fn accept(listener: TcpListener, parts: Parts, unassigned: ConnectionLimit) {
-    let mut open = JoinSet::new();
+/// Accepts guests until the future is dropped. `most` and `most_of_one` limit the connections that have no sandbox yet,
+/// in total and from one network.
+pub(crate) async fn accept(listener: TcpListener, parts: Parts, most: usize, most_of_one: usize) {
+    let (mut strangers, mut vms) = (Crowd::new(most, most_of_one), Crowd::new(most, MOST_OF_ONE_VM));
     let mut acceptor = Acceptor::new("guests' port");
     loop {
         let (stream, peer) = tokio::select! {
             accepted = acceptor.next(|| listener.accept()) => accepted,
-            Some(_) = open.join_next() => continue,
+            _ = strangers.leave() => continue,
+            _ = vms.leave() => continue,
         };
         parts.metrics.guests.connections.inc();
-        let Some(counted) = unassigned.enter(peer.ip()) else {
-            parts.metrics.guests.refused("too_many");
-            continue;
+        let address = peer.ip().to_canonical();
+        let serving = serve_stranger(stream, peer, parts.clone());
+        let evicted = if parts.sandboxes.has_vm_at(&address) {
+            vms.add(address, serving)
+        } else {
+            strangers.add(crowd::network(address), serving)
         };
-        let parts = parts.clone();
-        open.spawn(async move {
-            if let Err(refused) = meet(stream, peer, None, &parts).await {
-                tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
-            }
-            drop(counted);
-        });
+        if evicted {
+            parts.metrics.guests.refused("too_many");
+        }
+    }
+}
+
+async fn serve_stranger(stream: TcpStream, peer: SocketAddr, parts: Parts) {
+    if let Err(refused) = meet(stream, peer, None, &parts).await {
+        tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
     }
 }
 
@@ -150,7 +165,9 @@ async fn serve(
 ) -> Result<Met, Refused> {
     let config = parts.trust.read().clone().ok_or(Refused::NotConfigured)?;
     endpoint::tune(&stream).map_err(Refused::Handshake)?;
-    let stream = timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream)).await;
+    let hello = timeout(CLIENT_HELLO, LazyConfigAcceptor::new(HelloAcceptor::default(), stream)).await;
+    let hello = hello.map_err(|_| Refused::NoClientHello)?.map_err(Refused::Handshake)?;
+    let stream = timeout(HANDSHAKE, hello.into_stream(config)).await;
     let mut stream = stream.map_err(|_| Refused::HandshakeStalled)?.map_err(Refused::Handshake)?;
     let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
     if let Some(certificate) = certificate {

@@ -6,6 +6,7 @@ pub(crate) mod guest;
 pub(crate) mod states;
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::path::{Component, Path};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -78,6 +79,42 @@ struct Table {
     slots: HashMap<SandboxId, Slot>,
     attached: HashMap<SandboxId, Attached>,
     fingerprints: HashMap<[u8; 32], SandboxId>,
+    /// Addresses of VMs, and the number of sandboxes that name each.
+    addresses: HashMap<IpAddr, usize>,
+}
+
+impl Table {
+    /// Enters the record's certificates and addresses, in place of those of the record before.
+    fn enter(&mut self, record: &Record, before: Option<&Record>) {
+        if let Some(before) = before {
+            self.remove(before);
+        }
+        for print in &record.guest_certificates {
+            self.fingerprints.insert(*print, record.id.clone());
+        }
+        for address in addresses(record) {
+            *self.addresses.entry(address).or_default() += 1;
+        }
+    }
+
+    fn remove(&mut self, record: &Record) {
+        for print in &record.guest_certificates {
+            if self.fingerprints.get(print) == Some(&record.id) {
+                self.fingerprints.remove(print);
+            }
+        }
+        for address in addresses(record) {
+            match self.addresses.get_mut(&address) {
+                Some(sandboxes) if *sandboxes > 1 => *sandboxes -= 1,
+                _ => drop(self.addresses.remove(&address)),
+            }
+        }
+    }
+}
+
+fn addresses(record: &Record) -> impl Iterator<Item = IpAddr> {
+    let dialled = record.dial.iter().map(|address| address.ip());
+    record.addresses.iter().copied().chain(dialled).map(|address| address.to_canonical())
 }
 
 pub(crate) struct Sandboxes {
@@ -125,6 +162,11 @@ impl Sandboxes {
     pub(crate) fn of_certificate(&self, fingerprint: &[u8; 32]) -> Option<Attached> {
         let table = self.table.lock();
         table.attached.get(table.fingerprints.get(fingerprint)?).cloned()
+    }
+
+    /// Whether a served VM has this address.
+    pub(crate) fn has_vm_at(&self, address: &IpAddr) -> bool {
+        self.table.lock().addresses.contains_key(address)
     }
 
     pub(crate) fn get(&self, id: &SandboxId) -> Option<Attached> {
@@ -187,7 +229,7 @@ impl Sandboxes {
                 if !listens(live) {
                     live.socket = listen(&record, &live.attached)?;
                 }
-                self.take_certificates(&record, &live.record.guest_certificates)?;
+                self.take_keys(&record, Some(&live.record))?;
                 if live.record.dial != record.dial {
                     self.dial(&record);
                 }
@@ -203,7 +245,7 @@ impl Sandboxes {
         let (task, endpoint) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
         let attached = Attached { id: record.id.clone(), endpoint, guest };
         let socket = listen(&record, &attached)?;
-        self.take_certificates(&record, &[])?;
+        self.take_keys(&record, None)?;
         self.states.put(&record.id, &record.pod, attached.guest.traffic.clone());
         Ok(self.run(record, attached, task, socket, restart))
     }
@@ -260,7 +302,7 @@ impl Sandboxes {
         {
             let mut table = self.table.lock();
             table.attached.remove(id);
-            table.fingerprints.retain(|_, owner| owner != id);
+            table.remove(&live.record);
         }
         drop(self.dials.send(Order::Stop(id.clone())));
         drop(live.socket);
@@ -279,16 +321,10 @@ impl Sandboxes {
         }
     }
 
-    /// Assigns the record's certificates to its sandbox, in place of the certificates in `before`.
-    fn take_certificates(&self, record: &Record, before: &[[u8; 32]]) -> Result<(), SandboxError> {
+    /// Assigns the record's certificates and addresses to its sandbox, in place of those of the record before.
+    fn take_keys(&self, record: &Record, before: Option<&Record>) -> Result<(), SandboxError> {
         self.check_certificates(record)?;
-        let mut table = self.table.lock();
-        for print in before {
-            table.fingerprints.remove(print);
-        }
-        for print in &record.guest_certificates {
-            table.fingerprints.insert(*print, record.id.clone());
-        }
+        self.table.lock().enter(record, before);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //! sandbox, under `<state-dir>/relay`. The files are versioned JSON, written whole. An unreadable file is moved to
 //! `<state-dir>/quarantine` and reported; the others are served.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use std::{fmt, io};
@@ -54,6 +54,9 @@ pub(crate) struct Record {
     pub(crate) dial: Vec<SocketAddr>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) volumes: Vec<Volume>,
+    /// Addresses of the VM.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) addresses: Vec<IpAddr>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -267,6 +270,7 @@ mod tests {
             } else {
                 Vec::new()
             },
+            addresses: if id == "a" { vec!["10.0.0.7".parse().unwrap()] } else { Vec::new() },
         }
     }
 

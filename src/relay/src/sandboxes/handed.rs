@@ -141,7 +141,7 @@ impl Sandboxes {
     pub(crate) async fn go_on(&self, prepared: Prepared) {
         let Prepared { record, state, attached, endpoint, listener, localhost } = prepared;
         let (id, pod) = (record.id.clone(), record.pod.clone());
-        if let Err(error) = self.take_certificates(&record, &[]) {
+        if let Err(error) = self.take_keys(&record, None) {
             tracing::error!(sandbox = %id, pod, %error, "cannot register the certificates of the sandbox's guest");
         }
         self.states.put_shown(&id, &pod, attached.guest.traffic.clone(), &state);

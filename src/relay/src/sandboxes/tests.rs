@@ -39,6 +39,7 @@ impl World {
             tunnel_peer: None,
             dial: Vec::new(),
             volumes: Vec::new(),
+            addresses: vec!["10.0.0.7".parse().unwrap()],
         }
     }
 }
@@ -47,6 +48,23 @@ impl Drop for World {
     fn drop(&mut self) {
         drop(std::fs::remove_dir_all(&self.base));
     }
+}
+
+#[tokio::test]
+async fn the_addresses_of_vms_are_known_as_long_as_a_sandbox_has_them() {
+    let world = World::new("addresses");
+    let has = |text: &str| world.sandboxes.has_vm_at(&text.parse().unwrap());
+    let (a, b) = (world.record("a", 1), world.record("b", 2));
+    world.sandboxes.put(a.clone(), ()).await.unwrap();
+    world.sandboxes.put(b.clone(), ()).await.unwrap();
+    assert!(has("10.0.0.7"));
+    let moved = Record { addresses: Vec::new(), dial: vec!["10.0.0.8:1".parse().unwrap()], ..a };
+    world.sandboxes.put(moved.clone(), ()).await.unwrap();
+    assert!(has("10.0.0.7") && has("10.0.0.8"));
+    world.sandboxes.delete(&b.id).await.unwrap();
+    assert!(!has("10.0.0.7") && has("10.0.0.8"));
+    world.sandboxes.delete(&moved.id).await.unwrap();
+    assert!(!has("10.0.0.8"));
 }
 
 #[tokio::test]

@@ -254,7 +254,7 @@ impl Task {
         if !new.is_empty() {
             self.reached("address_known");
             let saved = self.change(|record| record.addresses.extend(new)).await;
-            self.redial();
+            self.put_again();
             saved?;
         }
         if self.is_not_told_apart() {

@@ -19,7 +19,8 @@ use crate::sandbox::ports::CloudError;
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
 use crate::volumes::PodVolumes;
 
-const MOST_DIALLED: usize = 8;
+/// Limit of the VM's addresses that the relay gets.
+const MOST_ADDRESSES: usize = 8;
 
 impl Task {
     /// Starts the operations that are due. Cheap and without waiting; runs after every event.
@@ -251,17 +252,21 @@ impl Task {
         self.ports.network.tunnel_peer(network, &peerpod_link::user_data::from_hex(key)?)
     }
 
-    /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
-    pub(crate) fn dial(&self) -> Vec<String> {
-        let Some(port) = self.settings.dial else { return Vec::new() };
-        let addresses = self.vm.moved.iter().chain(&self.record.addresses);
-        let mut dial: Vec<String> = Vec::new();
-        for address in addresses.map(|address| SocketAddr::new(*address, port).to_string()) {
-            if dial.len() < MOST_DIALLED && !dial.contains(&address) {
-                dial.push(address);
+    /// Returns every address ever named for the VM, the likeliest first.
+    fn vm_addresses(&self) -> Vec<IpAddr> {
+        let mut addresses = Vec::new();
+        for address in self.vm.moved.iter().chain(&self.record.addresses) {
+            if addresses.len() < MOST_ADDRESSES && !addresses.contains(address) {
+                addresses.push(*address);
             }
         }
-        dial
+        addresses
+    }
+
+    /// Returns the addresses that the relay dials.
+    pub(crate) fn dial(&self) -> Vec<String> {
+        let Some(port) = self.settings.dial else { return Vec::new() };
+        self.vm_addresses().into_iter().map(|address| SocketAddr::new(address, port).to_string()).collect()
     }
 
     /// Handles other addresses of a VM that is dialled in vain. The tunnel follows once the guest was reached there.
@@ -275,14 +280,7 @@ impl Task {
             "the cloud reports other addresses of the VM; the relay dials its guest there, too"
         );
         self.vm.moved = addresses;
-        self.redial();
-    }
-
-    /// Sends the relay the guest's new dial addresses.
-    pub(crate) fn redial(&mut self) {
-        if self.settings.dial.is_some() {
-            self.put_again();
-        }
+        self.put_again();
     }
 
     /// Sends the relay the sandbox's state, whenever that has changed or the relay is a new process.
@@ -298,6 +296,7 @@ impl Task {
             pod: self.record.pod_name(),
             tunnel_peer: self.tunnel_peer().into(),
             dial: self.dial(),
+            addresses: self.vm_addresses().iter().map(IpAddr::to_string).collect(),
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_relay).unwrap_or_default(),
             ..Default::default()
         };

@@ -217,7 +217,7 @@ impl Task {
             }
         }
         self.change(|record| record.addresses = addresses).await?;
-        self.redial();
+        self.put_again();
         info!(before, now = %from, "the VM has another address; its tunnel follows");
         Ok(())
     }

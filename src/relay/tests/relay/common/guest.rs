@@ -14,7 +14,7 @@ use peerpod_proto::guest::{Reply, Request, Status};
 use peerpod_proto::ttrpc_frame;
 use protobuf::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpSocket, TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
@@ -26,9 +26,24 @@ pub async fn dial(
     ca: [u8; 32],
     identity: Option<&Identity>,
 ) -> io::Result<TlsStream<TcpStream>> {
+    shake(TcpStream::connect(to).await?, ca, identity).await
+}
+
+/// Connects from this address of 127.0.0.0/8.
+pub async fn connect_from(from: [u8; 4], to: SocketAddr) -> io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(SocketAddr::from((from, 0)))?;
+    socket.connect(to).await
+}
+
+/// Begins TLS on a connection, with or without a certificate.
+pub async fn shake(
+    tcp: TcpStream,
+    ca: [u8; 32],
+    identity: Option<&Identity>,
+) -> io::Result<TlsStream<TcpStream>> {
     let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
     let config = tls::client_config(&[ca], identity).map_err(io::Error::other)?;
-    let tcp = TcpStream::connect(to).await?;
     TlsConnector::from(config).connect(tls::server_name(), tcp).await
 }
 

@@ -105,7 +105,7 @@ impl World {
             state_dir: base.join("state"),
             listen: any,
             admin_listen: any,
-            max_handshakes: 64,
+            max_handshakes: 512,
             max_handshakes_per_address: 32,
             waits_when_replaced: false,
             bundles: Vec::new(),
@@ -167,7 +167,13 @@ impl World {
     }
 
     pub async fn put(&self, id: &str, guests: &[&Identity]) {
+        self.put_at(id, guests, &[]).await;
+    }
+
+    /// Puts a sandbox with these addresses of its VM.
+    pub async fn put_at(&self, id: &str, guests: &[&Identity], addresses: &[&str]) {
         let request = PutSandboxRequest {
+            addresses: addresses.iter().map(|&address| address.to_owned()).collect(),
             id: id.into(),
             agent_socket: self.agent_socket(id).to_str().unwrap().into(),
             guest_certificates: guests
