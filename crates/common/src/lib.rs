@@ -3,6 +3,7 @@
 pub mod accept;
 pub mod backoff;
 pub mod blocking;
+pub mod caller_limits;
 pub mod crowd;
 pub mod fd_passing;
 pub mod files;

@@ -78,14 +78,28 @@ impl RateLimit {
 
     /// Takes a token; false if none is left.
     pub fn take(&mut self, now: Instant) -> bool {
-        let earned = now.saturating_duration_since(self.at).as_secs_f64() * self.per_second;
-        self.left = (self.left + earned).min(self.burst);
+        self.take_many(1.0, now)
+    }
+
+    /// Takes this many tokens; false if fewer are left, and then takes none.
+    pub fn take_many(&mut self, tokens: f64, now: Instant) -> bool {
+        self.left = self.filled(now);
         self.at = now;
-        let allowed = self.left >= 1.0;
+        let allowed = self.left >= tokens;
         if allowed {
-            self.left -= 1.0;
+            self.left -= tokens;
         }
         allowed
+    }
+
+    /// Whether the bucket is as a new one.
+    pub fn is_full(&self, now: Instant) -> bool {
+        self.filled(now) >= self.burst
+    }
+
+    fn filled(&self, now: Instant) -> f64 {
+        let earned = now.saturating_duration_since(self.at).as_secs_f64() * self.per_second;
+        (self.left + earned).min(self.burst)
     }
 }
 
@@ -119,5 +133,8 @@ mod tests {
         let mut limit = RateLimit::new(5.0, 2.0, began);
         let mut taken = |after| (0..100).filter(|_| limit.take(began + Duration::from_secs(after))).count();
         assert_eq!([taken(0), taken(1), taken(2), taken(100)], [5, 2, 2, 5]);
+        let later = began + Duration::from_secs(200);
+        assert!(limit.is_full(later) && !limit.take_many(5.5, later) && limit.take_many(4.5, later));
+        assert!(!limit.take(later) && !limit.is_full(later));
     }
 }

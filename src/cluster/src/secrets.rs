@@ -11,7 +11,6 @@
 mod answer;
 mod caller;
 mod config;
-mod limits;
 mod metrics;
 mod pod;
 mod refusal;

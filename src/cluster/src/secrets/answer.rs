@@ -1,4 +1,5 @@
-//! Answers the calls: runs the checks in a fixed order before it gives anything, and logs one line per call.
+//! Answers the calls: runs the checks in a fixed order before it gives anything. Logs one line per answered call, which
+//! the rate of a node bounds, and a bounded number of lines about refused calls.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -7,13 +8,13 @@ use hyper::body::Incoming;
 use hyper::header::AUTHORIZATION;
 use hyper::{Method, Request, StatusCode};
 use kube::Client;
+use peerpod_common::caller_limits::{CallerLimits, Rate};
 use serde::Deserialize;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::caller::{Callers, LONGEST_TOKEN};
-use super::limits::{Limits, Rate};
 use super::metrics::{Call, Metrics, Outcome};
 use super::pod;
 use super::refusal::{No, failed, no, unknown};
@@ -34,6 +35,9 @@ const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
 /// Rate of token reviews per address. A call that the service can answer alone does not count, because other programs
 /// may share a node's address.
 const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
+
+/// Log lines about refused calls per address. The metric counts all calls.
+const REFUSALS: Rate = Rate { burst: 20.0, per_second: 0.1, at_once: 16 };
 
 /// Pod that a node asks about.
 #[derive(Debug, Deserialize)]
@@ -61,15 +65,18 @@ pub(super) struct Desk {
     classes: Vec<String>,
     callers: Callers,
     metrics: Metrics,
-    nodes: Limits<String>,
-    addresses: Limits<IpAddr>,
+    nodes: CallerLimits<String>,
+    addresses: CallerLimits<IpAddr>,
+    /// Log lines about refused calls, of each address.
+    refusals: CallerLimits<IpAddr>,
     places: Semaphore,
 }
 
 impl Desk {
     pub(super) fn new(client: Client, classes: Vec<String>, callers: Callers, metrics: Metrics) -> Desk {
-        let (nodes, addresses) = (Limits::new(NODE), Limits::new(ADDRESS));
-        Desk { client, classes, callers, metrics, nodes, addresses, places: Semaphore::new(AT_ONCE) }
+        let (nodes, addresses) = (CallerLimits::new(NODE), CallerLimits::new(ADDRESS));
+        let (refusals, places) = (CallerLimits::new(REFUSALS), Semaphore::new(AT_ONCE));
+        Desk { client, classes, callers, metrics, nodes, addresses, refusals, places }
     }
 
     async fn call(
@@ -160,8 +167,10 @@ impl Responder for Desk {
                 reply(StatusCode::OK, "application/json", body)
             }
             Err(No { status, said, why, .. }) => {
-                let why = why.unwrap_or(&said);
-                warn!(?call, node, pod, from = %peer, ?outcome, status = status.as_u16(), why, ?took, "not answered");
+                if self.refusals.may_log(&peer.ip()) {
+                    let why = why.unwrap_or(&said);
+                    warn!(?call, node, pod, from = %peer, ?outcome, status = status.as_u16(), why, ?took, "not answered");
+                }
                 let body = serde_json::json!({"error": said});
                 reply(status, "application/json", body.to_string())
             }

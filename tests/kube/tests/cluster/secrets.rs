@@ -45,6 +45,11 @@ async fn a_node_gets_its_own_peer_pods_pull_secrets_and_nothing_else() {
     let audited =
         |word: &str| said.lines().any(|line| line.contains("\"pod\":\"shop/web\"") && line.contains(word));
     assert!(audited("\"answered\"") && audited("\"node\":\"n1\"") && audited("\"secrets\":3"), "{said}");
+    let refusals = said.lines().filter(|line| line.contains("not answered")).count();
+    assert!(
+        (1..100).contains(&refusals),
+        "{refusals} lines about more than 500 refused calls of one address"
+    );
     killed(&cluster, service).await;
 }
 

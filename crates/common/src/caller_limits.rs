@@ -1,5 +1,5 @@
-//! Limits each caller's requests with a token bucket and a number of requests at once. The number of callers is
-//! bounded.
+//! Limits each caller's requests, or the log lines about it, with a token bucket and a number at once. The number of
+//! callers is bounded.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -8,63 +8,76 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use crate::limit::RateLimit;
+
 /// Limit of remembered callers.
 const MOST: usize = 16_384;
 
+/// Limits of one caller.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rate {
+pub struct Rate {
     /// Requests in a burst from rest.
-    pub(super) burst: f64,
+    pub burst: f64,
     /// Further requests per second.
-    pub(super) per_second: f64,
+    pub per_second: f64,
     /// Requests in flight at once.
-    pub(super) at_once: usize,
+    pub at_once: usize,
 }
 
+/// One log line per caller and minute.
+pub const ONE_LINE_A_MINUTE: Rate = Rate { burst: 1.0, per_second: 1.0 / 60.0, at_once: 1 };
+
+#[derive(Debug)]
 struct Bucket {
-    left: f64,
-    at: Instant,
+    rate: RateLimit,
     under_way: usize,
 }
 
-pub(super) struct Limits<K> {
+type Buckets<K> = Arc<Mutex<HashMap<K, Bucket>>>;
+
+/// Limits of each caller. Clones share the counts.
+#[derive(Clone, Debug)]
+pub struct CallerLimits<K> {
     rate: Rate,
-    buckets: Arc<Mutex<HashMap<K, Bucket>>>,
+    buckets: Buckets<K>,
 }
 
 /// One request in flight.
-pub(super) struct Place<K: Hash + Eq> {
+#[derive(Debug)]
+pub struct Place<K: Hash + Eq> {
     key: K,
-    buckets: Arc<Mutex<HashMap<K, Bucket>>>,
+    buckets: Buckets<K>,
 }
 
-impl<K: Hash + Eq + Clone> Limits<K> {
-    pub(super) fn new(rate: Rate) -> Limits<K> {
-        Limits { rate, buckets: Arc::default() }
+impl<K: Hash + Eq + Clone> CallerLimits<K> {
+    /// Makes limits without callers.
+    pub fn new(rate: Rate) -> CallerLimits<K> {
+        CallerLimits { rate, buckets: Arc::default() }
     }
 
     /// Admits a request; `None`: too many.
-    pub(super) fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
+    pub fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
         let Rate { burst, per_second, at_once } = self.rate;
         let mut buckets = self.buckets.lock();
-        let filled = |bucket: &Bucket| {
-            (bucket.left + now.saturating_duration_since(bucket.at).as_secs_f64() * per_second).min(burst)
-        };
         if buckets.len() >= MOST && !buckets.contains_key(key) {
             // A full bucket is the same as none.
-            buckets.retain(|_, bucket| bucket.under_way > 0 || filled(bucket) < burst);
+            buckets.retain(|_, bucket| bucket.under_way > 0 || !bucket.rate.is_full(now));
             if buckets.len() >= MOST {
                 return None;
             }
         }
-        let bucket = buckets.entry(key.clone()).or_insert(Bucket { left: burst, at: now, under_way: 0 });
-        (bucket.left, bucket.at) = (filled(bucket), now);
-        if bucket.left < 1.0 || bucket.under_way >= at_once {
+        let new = || Bucket { rate: RateLimit::new(burst, per_second, now), under_way: 0 };
+        let bucket = buckets.entry(key.clone()).or_insert_with(new);
+        if bucket.under_way >= at_once || !bucket.rate.take(now) {
             return None;
         }
-        bucket.left -= 1.0;
         bucket.under_way += 1;
         Some(Place { key: key.clone(), buckets: self.buckets.clone() })
+    }
+
+    /// Whether a line about this caller may be logged.
+    pub fn may_log(&self, key: &K) -> bool {
+        self.enter(key, Instant::now()).is_some()
     }
 }
 
@@ -85,7 +98,7 @@ mod tests {
 
     #[test]
     fn only_a_too_frequent_caller_waits() {
-        let limits = Limits::new(Rate { burst: 3.0, per_second: 1.0, at_once: 2 });
+        let limits = CallerLimits::new(Rate { burst: 3.0, per_second: 1.0, at_once: 2 });
         let now = Instant::now();
         let (one, two) = (limits.enter(&"a", now).unwrap(), limits.enter(&"a", now).unwrap());
         assert!(limits.enter(&"a", now).is_none(), "two at once");
@@ -100,7 +113,7 @@ mod tests {
 
     #[test]
     fn callers_are_bounded_and_idle_ones_are_dropped() {
-        let limits = Limits::new(Rate { burst: 1.0, per_second: 1.0, at_once: 1 });
+        let limits = CallerLimits::new(Rate { burst: 1.0, per_second: 1.0, at_once: 1 });
         let now = Instant::now();
         for caller in 0..MOST {
             assert!(limits.enter(&caller, now).is_some());
