@@ -58,6 +58,8 @@ pub enum LinkEvent {
     Down {
         /// Reason, as text.
         reason: String,
+        /// Whether the peer broke the protocol.
+        violation: bool,
     },
     /// The peer no longer holds the session (its program restarted): all streams and control messages are lost.
     /// Precedes the `Up`.

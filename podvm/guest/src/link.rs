@@ -275,7 +275,7 @@ impl LinkSupervisor {
                 }
                 return true;
             }
-            LinkEvent::Down { reason } => {
+            LinkEvent::Down { reason, .. } => {
                 self.lease.linked(false);
                 said.once("the link is down", reason);
             }

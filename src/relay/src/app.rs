@@ -19,6 +19,7 @@ use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::Shutdown;
 use peerpod_common::accept::Acceptor;
 use peerpod_common::blocking::blocking;
+use peerpod_common::caller_limits::{CallerLimits, ONE_LINE_A_MINUTE};
 use peerpod_common::files;
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
@@ -301,6 +302,7 @@ impl Core {
             hypervisor,
             metrics: self.metrics.clone(),
             paths,
+            lines: CallerLimits::new(ONE_LINE_A_MINUTE),
         };
         if let Some(orders) = self.sandboxes.orders() {
             tasks.spawn(guest_dialer::run(orders, parts.clone()));

@@ -4,12 +4,13 @@
 //! for the handshake and the first record. The newest connection evicts the oldest. The addresses of served VMs have
 //! places of their own.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::RwLock;
 use peerpod_common::accept::Acceptor;
+use peerpod_common::caller_limits::CallerLimits;
 use peerpod_common::crowd::{self, Crowd};
 use peerpod_link::claim::{self, FIRST_RECORD_DEADLINE, First};
 use peerpod_link::path_mtu::Token;
@@ -51,6 +52,15 @@ pub(crate) struct Parts {
     pub(crate) hypervisor: HypervisorHandle,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) paths: Known,
+    /// Log lines about a network's connections, of each kind and for each sandbox.
+    pub(crate) lines: CallerLimits<(IpAddr, &'static str, String)>,
+}
+
+impl Parts {
+    /// Whether another line of this kind may be logged. The metrics count what the log leaves out.
+    fn may_log(&self, peer: SocketAddr, kind: &'static str, sandbox: &str) -> bool {
+        self.lines.may_log(&(crowd::network(peer.ip()), kind, sandbox.to_owned()))
+    }
 }
 
 /// Reason why a connection was refused. [`Refused::label`] is its label in the metric.
@@ -70,6 +80,8 @@ pub(crate) enum Refused {
     NoCertificate,
     #[error("its certificate belongs to no sandbox")]
     UnknownCertificate,
+    #[error("the guest of sandbox {0} connects too often")]
+    TooOften(SandboxId),
     #[error("it is the guest of sandbox {0}")]
     OtherSandbox(String),
     #[error("its ticket was refused: {0}")]
@@ -104,6 +116,7 @@ impl Refused {
             Refused::FirstRecord(_) => "first_record",
             Refused::NoCertificate => "no_certificate",
             Refused::UnknownCertificate => "unknown_certificate",
+            Refused::TooOften(_) => "too_often",
             Refused::OtherSandbox(_) => "other_sandbox",
             Refused::Ticket(_) => "ticket",
             Refused::NodeAway(_) => "node_away",
@@ -177,6 +190,12 @@ async fn serve(
         if dialled.is_some_and(|dialled| *dialled != sandbox.id) {
             return Err(Refused::OtherSandbox(sandbox.id.to_string()));
         }
+        if !sandbox.guest.may_link() {
+            if parts.may_log(peer, "too_often", sandbox.id.as_str()) {
+                tracing::warn!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "the guest connects too often; some of its connections are closed");
+            }
+            return Err(Refused::TooOften(sandbox.id));
+        }
         tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest authenticated by its certificate");
         if let Some(token) = Token::of(stream.get_ref().1) {
             sandbox.guest.may_probe(parts.paths.admit(token));
@@ -204,7 +223,7 @@ async fn answer_claim(
     // The ticket's id is no secret, the ticket's secret is. A guest that must wait asks again many times a second.
     if reply.retry {
         tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest must retry");
-    } else {
+    } else if parts.may_log(peer, outcome, &reply.sandbox_id) {
         let sandbox = SandboxId::new(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
         let pod = sandbox.map(|sandbox| sandbox.guest.pod());
         tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, pod, error = reply.error, "ticket shown");

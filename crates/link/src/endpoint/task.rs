@@ -291,7 +291,7 @@ impl<H: Handler> Task<H> {
     fn refuse(&mut self, reason: String) {
         debug!(reason, "link not joined");
         if self.link.is_none() {
-            self.handler.on_link(LinkEvent::Down { reason });
+            self.handler.on_link(LinkEvent::Down { reason, violation: false });
         }
     }
 

@@ -54,13 +54,22 @@ pub struct Shared {
     /// Dropped frames: unrequested ones of the guest, and refused ones of the shim.
     pub(crate) dropped: AtomicU64,
     pub(crate) totals: Traffic,
+    /// For log records, as the pod.
+    sandbox: String,
+    /// `namespace/name`.
+    pod: RwLock<String>,
     volumes: RwLock<Arc<[Volume]>>,
 }
 
 impl Shared {
-    /// Sets the pod's volumes, for all requests that begin from now on.
-    pub(crate) fn set_volumes(&self, volumes: &[Volume]) {
+    /// Sets the pod and its volumes, for all requests that begin from now on.
+    pub(crate) fn set(&self, pod: &str, volumes: &[Volume]) {
+        pod.clone_into(&mut self.pod.write());
         *self.volumes.write() = volumes.into();
+    }
+
+    pub(crate) fn pod(&self) -> String {
+        self.pod.read().clone()
     }
 
     /// Returns the counters of bytes to and from the guest, then of frames to and from it.
@@ -72,8 +81,8 @@ impl Shared {
         self.volumes.read().clone()
     }
 
-    pub(crate) fn new(totals: Traffic) -> Shared {
-        Shared { totals, ..Shared::default() }
+    pub(crate) fn new(sandbox: String, totals: Traffic) -> Shared {
+        Shared { sandbox, totals, ..Shared::default() }
     }
 
     fn sent(&self, bytes: usize) {
@@ -280,7 +289,8 @@ impl AgentFilter {
                 peer.extend_from_slice(&payload);
             }
             Err(why) => {
-                tracing::warn!(why, "container refused");
+                let Shared { sandbox, .. } = &*self.shared;
+                tracing::warn!(sandbox, pod = self.shared.pod(), why, "container refused");
                 self.shared.dropped.fetch_add(1, Relaxed);
                 // A malicious guest may have answered the call before it was whole.
                 if self.settle(head.stream) {

@@ -15,7 +15,8 @@ use peerpod_common::limit::RateLimit;
 use peerpod_link::endpoint::{Filter, Handler, Line, LinkEvent};
 use peerpod_link::path_mtu::echo::Pass;
 use peerpod_proto::guest::Reply;
-use protobuf::Message;
+use protobuf::rt::skip_field_for_tag;
+use protobuf::{CodedInputStream, Message};
 use thiserror::Error;
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
@@ -33,8 +34,17 @@ const CALLS: usize = 64;
 /// Unrequested reports of a guest: a burst, then a rate. It can neither keep the node busy nor fill the log.
 const REPORTS: f64 = 50.0;
 const REPORTS_PER_SECOND: f64 = 10.0;
+/// Bytes of unrequested reports: a burst, then a rate. Others are not decoded.
+const REPORT_BYTES: f64 = (256 << 10) as f64;
+const REPORT_BYTES_PER_SECOND: f64 = (64 << 10) as f64;
 /// Largest status of a guest that is stored, in bytes.
 const STATUS_BYTES: usize = 64 << 10;
+/// Links of a guest: a burst, then a rate. Each costs log lines here, and a look at the sandbox in the node.
+const LINKS: f64 = 60.0;
+const LINKS_PER_SECOND: f64 = 2.0;
+
+/// Tag of [`Reply`]'s field `id`: field 1, a number.
+const NUMBER: u32 = 1 << 3;
 
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(crate) enum Gone {
@@ -66,13 +76,13 @@ pub(crate) struct Guest {
     id: SandboxId,
     states: Arc<States>,
     metrics: Arc<Metrics>,
-    /// `namespace/name`, for log records.
-    pod: Mutex<String>,
     pub(crate) traffic: Arc<Shared>,
     pub(crate) connections: AtomicUsize,
     link: watch::Sender<Link>,
     calls: Mutex<Calls>,
-    unrequested: Mutex<RateLimit>,
+    /// Limits of unrequested reports and of their bytes.
+    unrequested: Mutex<[RateLimit; 2]>,
+    links: Mutex<RateLimit>,
     log: GuestLog,
     /// Right of the last connection to have its path probes answered.
     probes: Mutex<Option<Pass>>,
@@ -93,18 +103,22 @@ impl Drop for Waiting<'_> {
 
 impl Guest {
     pub(crate) fn new(id: SandboxId, states: Arc<States>, metrics: Arc<Metrics>) -> Guest {
-        let traffic = Arc::new(Shared::new(metrics.sandboxes.traffic()));
+        let traffic = Arc::new(Shared::new(id.to_string(), metrics.sandboxes.traffic()));
+        let limit = |burst, per_second| RateLimit::new(burst, per_second, Instant::now());
         Guest {
             id,
             states,
             log: GuestLog::new(metrics.clone()),
             metrics,
-            pod: Mutex::default(),
             traffic,
             connections: AtomicUsize::new(0),
             link: watch::Sender::default(),
             calls: Mutex::default(),
-            unrequested: Mutex::new(RateLimit::new(REPORTS, REPORTS_PER_SECOND, Instant::now())),
+            unrequested: Mutex::new([
+                limit(REPORTS, REPORTS_PER_SECOND),
+                limit(REPORT_BYTES, REPORT_BYTES_PER_SECOND),
+            ]),
+            links: Mutex::new(limit(LINKS, LINKS_PER_SECOND)),
             probes: Mutex::default(),
         }
     }
@@ -125,12 +139,17 @@ impl Guest {
 
     /// Uses pod and volumes of the record from now on.
     pub(crate) fn set(&self, record: &Record) {
-        self.pod.lock().clone_from(&record.pod);
-        self.traffic.set_volumes(&record.volumes);
+        self.traffic.set(&record.pod, &record.volumes);
     }
 
+    /// Returns `namespace/name`, for log records.
     pub(crate) fn pod(&self) -> String {
-        self.pod.lock().clone()
+        self.traffic.pod()
+    }
+
+    /// Whether another connection may become the guest's link.
+    pub(crate) fn may_link(&self) -> bool {
+        self.links.lock().take(Instant::now())
     }
 
     /// Whether another connection of a shim may be accepted; counts a refusal.
@@ -179,23 +198,28 @@ impl Guest {
     }
 
     fn reply(&self, message: &Bytes) {
-        let reply = Reply::parse_from_bytes(message);
         // A reply without a number is a report that was not requested.
-        let id = reply.as_ref().map_or(0, |reply| reply.id);
+        let id = number(message).unwrap_or_default();
         let asked = if id == 0 { None } else { self.calls.lock().waiting.remove(&id) };
-        let allowed = asked.is_some() || self.unrequested.lock().take(Instant::now());
-        match reply {
-            Ok(reply) if allowed => self.keep_status(&reply),
-            Err(error) if allowed => {
+        if asked.is_none() && !self.may_report(message.len()) {
+            self.metrics.guests.reports_dropped.inc();
+            return;
+        }
+        match Reply::parse_from_bytes(message) {
+            Ok(reply) => self.keep_status(&reply),
+            Err(error) => {
                 tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "cannot decode a message of the guest");
-            }
-            _ => {
-                self.metrics.guests.reports_dropped.inc();
             }
         }
         if let Some(sender) = asked {
             drop(sender.send(Ok(message.clone()))); // The caller may have left.
         }
+    }
+
+    fn may_report(&self, bytes: usize) -> bool {
+        let now = Instant::now();
+        let [reports, of_bytes] = &mut *self.unrequested.lock();
+        reports.take(now) && of_bytes.take_many(bytes as f64, now)
     }
 
     fn keep_status(&self, reply: &Reply) {
@@ -223,10 +247,14 @@ impl Guest {
                 }
                 tracing::info!(sandbox = %self.id, pod = self.pod(), %peer, resumed, session, version, "guest connected");
             }
-            LinkEvent::Down { reason } => {
+            LinkEvent::Down { reason, violation } => {
                 self.set_up(false);
                 self.states.change(&self.id, |state| state.guest_connected = false);
-                tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest disconnected");
+                if violation {
+                    tracing::warn!(sandbox = %self.id, pod = self.pod(), reason, "guest disconnected: it broke the protocol");
+                } else {
+                    tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest disconnected");
+                }
             }
             LinkEvent::SessionLost => {
                 self.metrics.sandboxes.sessions_lost.inc();
@@ -244,6 +272,19 @@ impl Guest {
             state.shim_seen |= open > 0;
         });
     }
+}
+
+/// Reads the number of a [`Reply`] and nothing else; `None`: it is malformed.
+fn number(message: &[u8]) -> Option<u64> {
+    let mut input = CodedInputStream::from_bytes(message);
+    let mut number = 0;
+    while let Some(tag) = input.read_raw_tag_or_eof().ok()? {
+        match tag {
+            NUMBER => number = input.read_uint64().ok()?,
+            _ => skip_field_for_tag(tag, &mut input).ok()?,
+        }
+    }
+    Some(number)
 }
 
 impl Drop for Guest {
@@ -324,7 +365,7 @@ mod tests {
         guest.reply(&answer(999, "x"));
         guest.reply(&Bytes::from_static(&[0xff; 9]));
         assert!((&mut second.answer).await.unwrap().is_ok());
-        guest.link(LinkEvent::Down { reason: "cut".into() });
+        guest.link(LinkEvent::Down { reason: "cut".into(), violation: false });
         assert!(first.answer.try_recv().is_err(), "a cut link is not the end of a call");
         guest.link(LinkEvent::SessionLost);
         assert!(matches!((&mut first.answer).await.unwrap(), Err(Gone::Replaced(_))));
@@ -347,6 +388,27 @@ mod tests {
         let mut call = guest.call().unwrap();
         guest.reply(&answer(call.id, "asked"));
         assert!((&mut call.answer).await.unwrap().is_ok(), "an answer always arrives");
+    }
+
+    #[tokio::test]
+    async fn the_bytes_of_unrequested_messages_are_bounded() {
+        let (states, guest) = guest();
+        guest.link(up(1, false));
+        let before = states.newer("", 0).await.version;
+        let mut long = answer(0, "long").to_vec();
+        // 100 KiB of an unknown field before a status that is stored.
+        let unknown = [&[0x7a, 0x80, 0xa0, 0x06][..], &[0; 100 << 10]].concat();
+        long.splice(0..0, unknown);
+        for _ in 0..20 {
+            guest.reply(&Bytes::from(long.clone()));
+        }
+        assert_eq!(states.newer("", 0).await.version - before, 1, "the same status");
+        assert!(guest.metrics.guests.reports_dropped.get() >= 10);
+        // An answer of any size arrives, with its number at any place.
+        let mut call = guest.call().unwrap();
+        long.extend([0x08, u8::try_from(call.id).unwrap()]);
+        guest.reply(&Bytes::from(long));
+        assert!((&mut call.answer).await.unwrap().is_ok());
     }
 
     #[test]

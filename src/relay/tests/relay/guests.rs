@@ -201,6 +201,37 @@ async fn a_known_vm_has_a_place_in_any_crowd() {
     assert!(crowd.try_join_next().is_none(), "the attack goes on");
 }
 
+/// Returns the sum of the metrics that begin with this text.
+async fn metric(world: &World, name: &str) -> f64 {
+    let mut stream = TcpStream::connect(world.relay.as_ref().unwrap().admin).await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await.unwrap();
+    let values = text.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' '));
+    values.map(|(_, value)| value.parse::<f64>().unwrap()).sum()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_connects_in_a_loop_is_held_off_and_others_are_not() {
+    let world = World::new("loop").await;
+    world.configure().await;
+    let (wild, calm) = (world.ca.client(), world.ca.client());
+    world.put("a", &[&wild]).await;
+    world.put("b", &[&calm]).await;
+    // Until the relay closes connections that it would have attached.
+    soon("refusals", async {
+        while metric(&world, "peerpod_relay_guests_refused_total{reason=\"too_often\"}").await < 20.0 {
+            for _ in 0..50 {
+                drop(dial(world.listen, world.ca.sha256(), Some(&wild)).await);
+            }
+        }
+    })
+    .await;
+    let _calm = Guest::start(world.listen, world.ca.sha256(), &calm).await;
+    // It is served again when it has slowed down.
+    let _wild = Guest::start(world.listen, world.ca.sha256(), &wild).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unconfigured_relay_refuses_guests() {
     let world = World::new("unconfigured").await;

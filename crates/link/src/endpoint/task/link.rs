@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::task::{Context, Poll};
 
 use tokio::time::Instant;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::locals::Batch;
 use super::{Link, Scratch, Task, random, random_id};
@@ -72,16 +72,19 @@ impl<H: Handler> Task<H> {
 
     /// Drops the transport; streams and local connections stay.
     pub(super) fn down(&mut self, reason: &str) {
+        self.end_link(reason, false);
+    }
+
+    fn end_link(&mut self, reason: &str, violation: bool) {
         if self.link.take().is_some() {
             debug!(reason, "link down");
-            self.handler.on_link(LinkEvent::Down { reason: reason.to_owned() });
+            self.handler.on_link(LinkEvent::Down { reason: reason.to_owned(), violation });
         }
     }
 
     /// Closes the link after a protocol violation: the states of both ends may no longer match.
     fn violated(&mut self, why: &Violation) {
-        warn!(%why, "link closed: the peer broke the protocol");
-        self.down(&format!("protocol: {why}"));
+        self.end_link(&format!("protocol: {why}"), true);
         self.renew();
     }
 

@@ -6,8 +6,10 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
+use peerpod_common::limit::RateLimit;
 use peerpod_link::user_data::from_hex;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 use tracing::{info, warn};
 
 use crate::ledger::{Binding, Record};
@@ -42,9 +44,14 @@ impl Claim {
 
 const TUNNEL_KEY: usize = 32;
 
-/// Granted claims that wait until the relay has the certificate.
-#[derive(Default)]
-pub(crate) struct Claims(Vec<Waiting>);
+/// Granted claims that wait until the relay has the certificate, and limits: a guest may repeat its claim at will.
+pub(crate) struct Claims {
+    waiting: Vec<Waiting>,
+    /// Log lines.
+    lines: RateLimit,
+    /// Changes of the bound tunnel key or address, each of which is recorded.
+    changes: RateLimit,
+}
 
 /// Version of the relay's state with the certificate, the grant, and the channel for the answer.
 type Waiting = (u64, Granted, oneshot::Sender<Result<Granted, Error>>);
@@ -53,15 +60,24 @@ type Waiting = (u64, Granted, oneshot::Sender<Result<Granted, Error>>);
 const MAX_WAITING: usize = 16;
 
 impl Claims {
+    pub(crate) fn new() -> Claims {
+        let now = Instant::now().into_std();
+        Claims {
+            waiting: Vec::new(),
+            lines: RateLimit::new(10.0, 1.0 / 60.0, now),
+            changes: RateLimit::new(10.0, 1.0, now),
+        }
+    }
+
     /// Answers the claims for which the relay has the certificate by now.
     pub(crate) fn put_done(&mut self, version: u64) {
-        for (_, granted, answer) in self.0.extract_if(.., |(needs, ..)| *needs <= version) {
+        for (_, granted, answer) in self.waiting.extract_if(.., |(needs, ..)| *needs <= version) {
             drop(answer.send(Ok(granted))); // a guest that went away asks again
         }
     }
 
     pub(crate) fn refuse_all(&mut self, record: &Record) {
-        for (_, _, answer) in self.0.drain(..) {
+        for (_, _, answer) in self.waiting.drain(..) {
             let cause = record.end.cause.clone().unwrap_or_default();
             drop(answer.send(Err(Error::Stopped { id: record.id.clone(), cause })));
         }
@@ -70,24 +86,29 @@ impl Claims {
 
 impl Task {
     pub(crate) async fn claim(&mut self, claim: Claim, answer: oneshot::Sender<Result<Granted, Error>>) {
+        let logged = self.guest.claims.lines.take(Instant::now().into_std());
         match self.granted(&claim).await {
             Ok(granted) => {
-                info!(peer = claim.peer, guest_version = claim.guest_version, "ticket claimed");
+                if logged {
+                    info!(peer = claim.peer, guest_version = claim.guest_version, "ticket claimed");
+                }
                 self.metrics.guests.claims_granted.inc();
-                self.guest.claims.0.retain(|(.., waiting)| !waiting.is_closed());
-                if self.guest.claims.0.len() < MAX_WAITING {
-                    self.guest.claims.0.push((self.relay.put_wanted, granted, answer));
+                self.guest.claims.waiting.retain(|(.., waiting)| !waiting.is_closed());
+                if self.guest.claims.waiting.len() < MAX_WAITING {
+                    self.guest.claims.waiting.push((self.relay.put_wanted, granted, answer));
                     self.guest.claims.put_done(self.relay.put_done);
                 }
             }
             Err(error) => {
                 if let Error::Claim(refused) = &error {
-                    warn!(
-                        peer = claim.peer,
-                        guest_version = claim.guest_version,
-                        reason = refused.reason(),
-                        "claim refused: {refused}"
-                    );
+                    if logged {
+                        warn!(
+                            peer = claim.peer,
+                            guest_version = claim.guest_version,
+                            reason = refused.reason(),
+                            "claim refused: {refused}"
+                        );
+                    }
                     self.metrics.guests.claims_refused.count(refused.reason());
                 }
                 drop(answer.send(Err(error)));
@@ -120,6 +141,11 @@ impl Task {
                 chain.map_err(|_| Error::Unavailable("the recorded certificate cannot be read".into()))?;
             let now = (claim.tunnel_key(), claim.from());
             if now != (bound.tunnel_key.clone(), bound.from) {
+                if !self.guest.claims.changes.take(Instant::now().into_std()) {
+                    let why =
+                        "the guest changes its tunnel key or its address too often; it must ask again later";
+                    return Err(Error::Unavailable(why.into()));
+                }
                 // The guest proved its identity by its key and its ticket. It may have lost its tunnel key, or moved.
                 self.change(|record| {
                     if let Some(bound) = &mut record.enrolment.binding {

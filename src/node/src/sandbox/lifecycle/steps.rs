@@ -7,6 +7,7 @@ use peerpod_link::initdata::Initdata;
 use peerpod_proto::guest::{Images, NetworkPlan, Personalise, Request};
 use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::CreateRequest;
+use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
@@ -19,6 +20,8 @@ use crate::sandbox::ports::CloudError;
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
 use crate::volumes::PodVolumes;
 
+/// Shortest time between the assignments of two sessions of a guest.
+const BETWEEN_SESSIONS: Duration = Duration::from_secs(1);
 /// Limit of the VM's addresses that the relay gets.
 const MOST_ADDRESSES: usize = 8;
 
@@ -319,8 +322,17 @@ impl Task {
             return; // the answer, or its deadline, comes soon
         }
         if self.record.assigned.session.as_ref().is_some_and(|session| *session != guest.session) {
+            // A guest may change its session at will, and each assignment costs a plan and a record.
+            let due = self.guest.assigned_at.map(|last| last + BETWEEN_SESSIONS);
+            if let Some(due) = due.filter(|due| *due > Instant::now()) {
+                return self.in_flight.guest.start(async move {
+                    sleep_until(due).await;
+                    Completion::Rested
+                });
+            }
             warn!(session = guest.session, "the guest program restarted; its pending work is lost");
         }
+        self.guest.assigned_at = Some(Instant::now());
         let digest = plan.digest(&self.network.node_endpoints.borrow());
         let mut assignment = self.assignment(plan.network);
         let volumes = self.record.volumes.clone();

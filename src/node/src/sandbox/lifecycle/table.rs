@@ -2,11 +2,14 @@
 
 mod state;
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_common::caller_limits::{CallerLimits, ONE_LINE_A_MINUTE};
+use peerpod_common::crowd::network;
 use peerpod_proto::guest::{Reply, Request};
 use peerpod_provider_api::{CreateRequest, InstanceId};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -54,6 +57,8 @@ pub(crate) struct Inner {
     state: Mutex<State>,
     /// Held while a tombstone of an unknown id is written: one at a time, because they are rare.
     tombstones: tokio::sync::Mutex<()>,
+    /// Log lines about claims with an unknown ticket, of each network.
+    claim_lines: CallerLimits<Option<IpAddr>>,
     /// Counts insertions, for calls that wait for a pod without a sandbox yet.
     pub(crate) inserted: watch::Sender<u64>,
 }
@@ -74,6 +79,7 @@ impl Sandboxes {
             state: Mutex::new(State::new(tickets.clone())),
             tickets,
             tombstones: tokio::sync::Mutex::default(),
+            claim_lines: CallerLimits::new(ONE_LINE_A_MINUTE),
             inserted: watch::Sender::new(0),
         }))
     }
@@ -193,7 +199,9 @@ impl Sandboxes {
             // A guest may send any id; only hexadecimal digits go into a log line.
             self.0.metrics.guests.claims_refused.count(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
-            warn!(ticket, peer = claim.peer, "claim refused: unknown ticket");
+            if self.0.claim_lines.may_log(&claim.from().map(network)) {
+                warn!(ticket, peer = claim.peer, "claim refused: unknown ticket");
+            }
             return Err(Error::Claim(ClaimRefused::UnknownTicket));
         };
         let asked = self.ask(&running, |answer| Command::Claim(claim, answer)).await;
@@ -205,7 +213,7 @@ impl Sandboxes {
     }
 
     /// Forwards the addresses that the provider reports for a VM, while its guest is away.
-    pub(crate) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
+    pub(crate) fn moved(&self, id: &SandboxId, addresses: Vec<IpAddr>) {
         if let Some(Entry::Task(running)) = self.find(id) {
             // A full queue drops the message; it is sent again later.
             drop(running.commands.try_send(Command::Moved(addresses)));
@@ -488,11 +496,12 @@ impl Sandboxes {
             },
             guest: GuestState {
                 state: ports.relay.guest(&record.id),
-                claims: Claims::default(),
+                claims: Claims::new(),
                 renewal: None,
                 trusted: ports.identity.trusted(),
                 plan: None,
                 refused: None,
+                assigned_at: None,
                 reports: Reports::default(),
                 pull: Pull::default(),
             },

@@ -146,6 +146,8 @@ pub(crate) struct GuestState {
     pub(crate) plan: Option<PlannedNetwork>,
     /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
     pub(crate) refused: Option<(String, String, Option<String>)>,
+    /// Time of the last assignment.
+    pub(crate) assigned_at: Option<Instant>,
     pub(crate) reports: Reports,
     pub(crate) pull: Pull,
 }

@@ -330,6 +330,18 @@ async fn only_the_first_key_gets_the_certificate_again() {
     let first = node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap();
     let again = node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap();
     assert_eq!(first, again);
+    // Each other tunnel key is recorded; a guest that changes it in a loop must wait.
+    let changed = |n: u8| crate::sandbox::Claim { tunnel_key: vec![n; 32], ..claim(&user_data, b"key 1") };
+    let mut granted = 0;
+    for n in 0..100 {
+        match node.table.claim(&ticket, changed(n)).await {
+            Ok(_) => granted += 1,
+            Err(error) => assert!(matches!(error, Error::Unavailable(_)), "{error}"),
+        }
+    }
+    assert!((10..=20).contains(&granted), "{granted} changes");
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap();
     let other = node.table.claim(&ticket, claim(&user_data, b"key 2")).await;
     assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherKey)));
     // The same after a restart: the binding is on disk.

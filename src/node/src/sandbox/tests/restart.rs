@@ -150,6 +150,27 @@ async fn a_restarted_guest_program_is_assigned_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_guest_that_changes_its_session_is_assigned_once_a_second() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    for n in 0..100 {
+        node.fx.link("a", &format!("session {n}"));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let greetings = world.greetings() - 1;
+    assert!((3..=6).contains(&greetings), "{greetings} assignments in 5 s");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let settled = world.greetings();
+    node.fx.link("a", "session 99");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(world.greetings(), settled, "the last session has its assignment");
+    node.fx.link("a", "session 100");
+    node.until("greeted", |_| world.greetings() == settled + 1).await;
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;

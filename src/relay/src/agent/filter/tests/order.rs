@@ -11,7 +11,7 @@ const OLD: &str = include_str!("../../../../tests/samples/filter-v1-answer-under
 /// Makes a filter for four calls in a pod with a volume, which refuses a CreateContainer that cannot be decoded.
 fn filter() -> AgentFilter {
     let shared = Arc::new(Shared::default());
-    shared.set_volumes(&[Volume { id: "a".repeat(32), ..Volume::default() }]);
+    shared.set("", &[Volume { id: "a".repeat(32), ..Volume::default() }]);
     AgentFilter::new(shared, Bounds { per_connection: 4, per_sandbox: 6 })
 }
 

@@ -57,7 +57,7 @@ fn volumes(frames: &[Vec<u8>]) -> Vec<Volume> {
 
 fn with(volumes: &[Volume]) -> AgentFilter {
     let shared = Arc::new(Shared::default());
-    shared.set_volumes(volumes);
+    shared.set("", volumes);
     AgentFilter::new(shared, Bounds::default())
 }
 
