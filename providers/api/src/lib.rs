@@ -98,6 +98,10 @@ pub trait Provider: Send + Sync + 'static {
     /// Removes the VM and everything that its creation made. Returns `Ok` for a VM that is gone or never existed.
     /// Returns when the cloud has accepted the deletion; [`Provider::list_owned`] shows the VM until it is gone.
     ///
+    /// A VM without the mark of this owner does not exist for the provider: a delete or a detach returns `Ok` and
+    /// changes nothing, an attach returns [`Error::NotFound`]. The provider reads the mark from the cloud in the same
+    /// call. A delete of a VM that this process made and the cloud does not show yet is [`Error::Transient`], never `Ok`.
+    ///
     /// # Errors
     /// When the cloud has not accepted the deletion; the caller repeats the call.
     async fn delete(&self, id: &InstanceId) -> Result<(), Error>;
@@ -184,10 +188,10 @@ pub trait Volumes: Send + Sync {
     /// Attaches the disk, or finds it attached. Returns the identity by which the guest recognises it.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when the VM or the disk is gone; otherwise by class.
+    /// [`Error::NotFound`] when the VM or the disk is gone, or the VM has another owner; otherwise by class.
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error>;
 
-    /// Detaches the disk. Returns `Ok` if it is not attached or the VM is gone.
+    /// Detaches the disk. Returns `Ok` if it is not attached, the VM is gone, or the VM has another owner.
     ///
     /// # Errors
     /// When the cloud has not accepted the detach; the caller repeats the call.

@@ -44,6 +44,9 @@ enum Fault {
     MakesAVmToFindAPlace,
     TakesAnyPlace,
     NeedsAPreflight,
+    DeletesAnyVm,
+    DetachesFromAnyVm,
+    AttachesToAnyVm,
 }
 
 struct Vm {
@@ -70,6 +73,10 @@ impl Cloud {
         let vm = Vm { owner, key: key.clone(), request: request.clone(), number, answered: false };
         self.vms.insert(id.clone(), vm);
         id
+    }
+
+    fn is_of(&self, id: &InstanceId, owner: &str) -> bool {
+        self.vms.get(id).is_some_and(|vm| vm.owner == owner)
     }
 }
 
@@ -167,8 +174,12 @@ impl Provider for Shelf {
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let gone = {
             let mut cloud = self.cloud.lock().unwrap();
-            cloud.disks.retain(|_, (vm, _)| vm != id);
-            cloud.vms.remove(id).is_none()
+            if !cloud.is_of(id, self.owner) && self.fault != Fault::DeletesAnyVm {
+                true
+            } else {
+                cloud.disks.retain(|_, (vm, _)| vm != id);
+                cloud.vms.remove(id).is_none()
+            }
         };
         if gone && self.fault == Fault::GoneIsAnError {
             return Err(Error::not_found(format!("delete of {id}: there is no such VM")));
@@ -231,7 +242,11 @@ impl Batch for Shelf {
 impl Volumes for Shelf {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
         let mut cloud = self.cloud.lock().unwrap();
-        if !cloud.vms.contains_key(id) || disk.volume != DISK {
+        let is_there = match self.fault {
+            Fault::AttachesToAnyVm => cloud.vms.contains_key(id),
+            _ => cloud.is_of(id, self.owner),
+        };
+        if !is_there || disk.volume != DISK {
             return Err(Error::not_found("attach: there is no such VM or disk"));
         }
         cloud.attached += 1;
@@ -245,7 +260,8 @@ impl Volumes for Shelf {
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let mut cloud = self.cloud.lock().unwrap();
-        if cloud.disks.get(volume).is_some_and(|(vm, _)| vm == id) {
+        let is_ours = cloud.is_of(id, self.owner) || self.fault == Fault::DetachesFromAnyVm;
+        if is_ours && cloud.disks.get(volume).is_some_and(|(vm, _)| vm == id) {
             cloud.disks.remove(volume);
         } else if self.fault == Fault::TakesNothingAttachedForAnError {
             return Err(Error::not_found("detach: it is not attached"));
@@ -338,6 +354,9 @@ fn each_violation_is_found_by_its_check() {
         GoneIsAnError: a_second_delete_is_fine,
         GoneIsAnError: a_delete_of_something_unknown_is_fine,
         ListsEverybody: only_our_vms_are_listed,
+        DeletesAnyVm: a_vm_of_another_owner_survives_our_calls,
+        DetachesFromAnyVm: a_vm_of_another_owner_survives_our_calls,
+        AttachesToAnyVm: a_vm_of_another_owner_survives_our_calls,
         DropsWhatItCannotDo: what_cannot_be_done_is_refused_not_dropped,
         CutsUserData: user_data_arrives_byte_for_byte,
         MeasuresNothing: user_data_over_the_limit_is_refused_before_any_call,

@@ -27,6 +27,7 @@ macro_rules! conformance_promises {
             a_delete_dropped_at_any_time_and_repeated_leaves_nothing,
             a_deleted_vm_has_no_addresses,
             only_our_vms_are_listed,
+            a_vm_of_another_owner_survives_our_calls,
             many_creates_at_once_all_succeed,
             a_batch_is_as_many_vms_as_it_says,
             a_recorded_place_is_kept,

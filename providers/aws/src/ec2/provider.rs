@@ -116,7 +116,7 @@ impl Aws {
             Ok(Connected {
                 inspect: vms::inspect(ec2.clone(), Window::LIST),
                 look_in_a_burst: vms::inspect(ec2.clone(), vms::IN_A_BURST),
-                terminate: remove::terminate(ec2.clone()),
+                terminate: remove::terminate(ec2.clone(), self.owner.clone()),
                 volumes: volumes::inspect(ec2.clone()),
                 ec2,
             })
@@ -125,7 +125,7 @@ impl Aws {
     }
 
     /// Waits until a VM is as wanted, or is ending. The caller sets the deadline by dropping the future.
-    /// Fails with [`Error::NotFound`] if there is no such VM.
+    /// Fails with [`Error::NotFound`] if this owner has no such VM.
     pub(crate) async fn wait_for(
         &self,
         id: &InstanceId,
@@ -141,8 +141,10 @@ impl Aws {
             } else {
                 &connected.inspect
             };
-            match inspect.ask(id.as_str().to_owned(), until(), what).await {
-                Ok(Some(seen)) => {
+            let found = inspect.ask(id.as_str().to_owned(), until(), what).await?;
+            let may_be_denied = self.recent.may_be_denied(id, Instant::now());
+            match found {
+                Some(seen) if self.owner.owns(&seen.tags) => {
                     self.recent.seen(id);
                     self.spots.seen(&seen);
                     if is_as_wanted(&seen)
@@ -151,9 +153,10 @@ impl Aws {
                         return Ok(seen);
                     }
                 }
-                Ok(None) if self.recent.may_be_denied(id, Instant::now()) || since.elapsed() < UNKNOWN => {}
-                Ok(None) => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
-                Err(error) => return Err(error),
+                _ if may_be_denied => {}
+                Some(_) => return Err(Error::not_found(format!("{what}: it has another owner"))),
+                None if since.elapsed() < UNKNOWN => {}
+                None => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
             }
             tokio::time::sleep(pause).await;
             pause = LOOK_AGAIN;

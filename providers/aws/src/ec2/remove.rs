@@ -1,6 +1,7 @@
-//! Deletes VMs, with one TerminateInstances for many concurrent callers. The NICs and the root disk of a launch are
-//! deleted with its VM. NICs that EC2 left behind are deleted at preflight and every ten minutes. May call
-//! TerminateInstances, DescribeNetworkInterfaces, DeleteNetworkInterface.
+//! Deletes VMs, with one DescribeInstances and one TerminateInstances for many concurrent callers. The first call
+//! proves by the tags that the VMs have this owner. The NICs and the root disk of a launch are deleted with its VM. NICs
+//! that EC2 left behind are deleted at preflight and every ten minutes. May call those two, DescribeNetworkInterfaces,
+//! DeleteNetworkInterface.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -14,16 +15,34 @@ use tokio::time::Instant;
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::lookup;
 use crate::ec2::tags::{self, VmOwner};
+use crate::ec2::vms::{self, VmState};
 
-/// Batcher that terminates VMs. `None`: EC2 does not know the VM.
+/// Batcher that terminates VMs. `None`: EC2 does not know the VM, or shows it without the tags of this owner.
 pub(crate) type Terminate = lookup::Lookup<()>;
 
-pub(crate) fn terminate(ec2: Ec2) -> Terminate {
-    lookup::together(ec2, Window::LIST, by_ids)
+pub(crate) fn terminate(ec2: Ec2, owner: VmOwner) -> Terminate {
+    lookup::together(ec2, Window::LIST, move |ec2, ids, until| by_ids(ec2, owner.clone(), ids, until))
 }
 
-/// Requests the termination of all these VMs; returns those that EC2 knows.
-async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, ()>, Error> {
+/// Requests the termination of this owner's VMs among these; returns those that EC2 knows.
+async fn by_ids(
+    ec2: Ec2,
+    owner: VmOwner,
+    ids: Vec<String>,
+    until: Instant,
+) -> Result<HashMap<String, ()>, Error> {
+    let mut found = vms::by_ids(ec2.clone(), ids, until).await?;
+    found.retain(|id, vm| {
+        let ours = owner.owns(&vm.tags);
+        if !ours {
+            tracing::warn!(vm = id, "the VM has no tags of this cluster and node: it is left alone");
+        }
+        ours
+    });
+    let (ended, ids): (Vec<_>, Vec<_>) = found
+        .into_iter()
+        .partition(|(_, vm)| matches!(vm.state, VmState::ShuttingDown | VmState::Terminated));
+    let ids: Vec<String> = ids.into_iter().map(|(id, _)| id).collect();
     let ec2 = &ec2;
     let terminate = |ids: Vec<String>| async move {
         let what = lookup::what("delete of", "VM", &ids);
@@ -32,7 +51,8 @@ async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<St
     };
     let is_unknown = |code: &str| code.starts_with("InvalidInstanceID");
     let (_, unknown) = lookup::of_known(ids.clone(), "i-", is_unknown, terminate).await?;
-    Ok(ids.into_iter().filter(|id| !unknown.contains(id)).map(|id| (id, ())).collect())
+    let known = ids.into_iter().filter(|id| !unknown.contains(id));
+    Ok(known.chain(ended.into_iter().map(|(id, _)| id)).map(|id| (id, ())).collect())
 }
 
 /// Interval between two searches for stray NICs.

@@ -27,6 +27,14 @@ pub(crate) struct VmOwner {
     pub node: String,
 }
 
+impl VmOwner {
+    /// Whether a resource with these tags has this owner. An empty node name stands for all nodes of the cluster.
+    pub(crate) fn owns(&self, tags: &BTreeMap<String, String>) -> bool {
+        let has = |key: &str, value: &String| tags.get(key) == Some(value);
+        has(CLUSTER, &self.cluster) && (self.node.is_empty() || has(NODE, &self.node))
+    }
+}
+
 /// Returns the tags of a VM. The provider's own tags come last, so that no label replaces them.
 pub(crate) fn of(
     request: &CreateRequest,
@@ -80,6 +88,10 @@ mod tests {
         assert!(tags.len() <= MAX_TAGS, "{}", tags.len());
         assert_eq!((tags[CLUSTER].as_str(), tags["team"].as_str()), ("c", "blue"));
         assert_eq!((tags[KEY].as_str(), tags[NAME].as_str()), (key.as_str(), "web-0"));
+        let owns =
+            |cluster: &str, node: &str| VmOwner { cluster: cluster.into(), node: node.into() }.owns(&tags);
+        assert!(owns("c", "n") && owns("c", ""));
+        assert!(!owns("another cluster", "n") && !owns("c", "m"));
         let odd = &tags["aws_odd"];
         assert!(odd.chars().count() == 256 && odd.starts_with("a_b_"), "{odd}");
     }

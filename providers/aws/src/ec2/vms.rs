@@ -129,7 +129,7 @@ pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
 }
 
 /// Returns those of these VMs that exist.
-async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
+pub(crate) async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
         let what = lookup::what("look at", "VM", &ids);

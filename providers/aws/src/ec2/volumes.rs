@@ -222,11 +222,17 @@ async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &EbsVolume, what: &
     }
 }
 
-/// Detaches a volume. Succeeds also if the volume does not exist, or is on no VM or on another one.
+/// Detaches a volume. Succeeds also if the volume does not exist, or is on no VM or on another one, and if the VM has
+/// another owner.
 pub(crate) async fn detach(aws: &Aws, id: &InstanceId, volume: &str) -> Result<(), Error> {
     let what = format!("detach of {volume} from {id}");
     checked(volume, &what)?;
-    let ec2 = &aws.ec2().await?.ec2;
+    let connected = aws.ec2().await?;
+    let vm = connected.inspect.ask(id.as_str().to_owned(), until(), &what).await?;
+    if !vm.is_some_and(|vm| aws.owner.owns(&vm.tags)) {
+        return Ok(());
+    }
+    let ec2 = &connected.ec2;
     let ask = ec2.client.detach_volume().volume_id(volume).instance_id(id.as_str());
     match ec2.call("DetachVolume", id.as_str(), &what, until(), || ask.clone().send()).await {
         Ok(_) => Ok(()),

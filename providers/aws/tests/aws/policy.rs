@@ -1,4 +1,4 @@
-//! Checks that `iam-policy.json` allows exactly the calls that a whole life of VMs needs.
+//! Checks that `iam-policy.json` allows exactly the calls that a whole life of VMs needs, and on VMs of the cluster only.
 
 use super::common;
 use std::collections::BTreeSet;
@@ -53,4 +53,23 @@ async fn the_policy_allows_exactly_our_calls() {
         allowed.extend(actions.into_iter().map(|action| action.strip_prefix("ec2:").unwrap().to_owned()));
     }
     assert_eq!(asked, allowed, "left: our calls; right: the calls that the policy allows");
+}
+
+/// Checks that no call on a VM or a NIC of another cluster is allowed. A volume has no tag of ours: its CSI driver makes
+/// it.
+#[test]
+fn the_policy_allows_changes_of_our_own_vms_only() {
+    let policy: Value = serde_json::from_str(include_str!("../../iam-policy.json")).unwrap();
+    let of_ours = json!({"StringEquals": {"aws:ResourceTag/peerpod.cluster": "CLUSTER-ID"}});
+    for action in ["TerminateInstances", "DeleteNetworkInterface", "AttachVolume", "DetachVolume"] {
+        let action = json!(format!("ec2:{action}"));
+        let mut allows = policy["Statement"].as_array().unwrap().iter().filter(|statement| {
+            statement["Action"] == action
+                || statement["Action"].as_array().is_some_and(|all| all.contains(&action))
+        });
+        let is_bounded = |statement: &Value| {
+            statement["Condition"] == of_ours || statement["Resource"] == "arn:*:ec2:*:*:volume/*"
+        };
+        assert!(allows.clone().count() > 0 && allows.all(is_bounded), "{action}");
+    }
 }

@@ -15,12 +15,14 @@
 //!    plus [`facts::LEAVING`]; and when its Node object exists or the node is alive. A PeerPod with a recorded stop
 //!    (`Leaving`, `Gone`, `Unwanted`) skips this check: its pod may have got another sandbox, and another VM. A sandbox
 //!    without an owner counts as a pod that is alive if its node is alive and has recorded no stop.
-//! 4. Its VM belongs to another PeerPod ([`find`]): the provider lists it with another node than `spec.nodeName`, or
-//!    another PeerPod that names it has the better claim. The VM stays, the finalizer is removed, and a condition and
-//!    an Event report it.
-//! 5. Otherwise the VM is deleted: by `spec.instanceID`, or without one by all keys that this sandbox may have asked
-//!    with. A VM that is not found counts as gone; without an id only after `SETTLE`, as a create may still
-//!    be in flight.
+//! 4. Its VM is searched in a fresh list of the provider: by `spec.instanceID`, or without one by all keys that this
+//!    sandbox may have asked with. A VM that is not listed is searched again until `SETTLE`, because the list may lag and
+//!    a create may still be in flight. After that nothing is deleted, and the finalizer is removed. If the VM appears
+//!    later, it is an orphan (below).
+//! 5. Its VM belongs to another owner ([`find`]): the provider lists it with another node than `spec.nodeName` or with
+//!    a key that its sandbox never had, or another PeerPod has the better claim. The VM stays, and the finalizer is
+//!    removed. A condition and an Event (`VMNotOurs`) report this, and an id that is not listed.
+//! 6. Otherwise the listed VM is deleted.
 //!
 //! *A VM of the provider's list that no PeerPod names*, by id or by key (`orphan`). It is deleted when all of these
 //! have held for `ORPHAN_GRACE`, as one leader saw them by its own clock:

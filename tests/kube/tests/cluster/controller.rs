@@ -22,6 +22,9 @@ use peerpod_provider_api::Error;
 use peerpod_test_kube::wait_for;
 use serde_json::{from_value, json};
 
+/// This cloud's list does not lag.
+const SETTLE: (&str, &str) = ("controller.settle", "1s");
+
 /// The stages run one after the other: they share one API server, and each controller watches all of it.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_controller() {
@@ -53,6 +56,8 @@ async fn peerpods_end(world: &World) {
     by_id_and_by_key(world, &cloud, NS).await;
     others_are_left_alone(world, &cloud, NS).await;
     a_vm_of_another_one_stays(world, &cloud, NS).await;
+    a_vm_of_another_cluster_stays(world, &cloud, NS).await;
+    a_list_that_lags_leaks_no_vm(world, &cloud, NS).await;
     a_pod_that_runs_keeps_its_vm(world, &cloud, NS).await;
     refusals_are_told(world, &cloud, NS).await;
     its_own_node_first(world, &cloud, NS, &controller).await;
@@ -133,6 +138,38 @@ async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) 
     world.delete(ns, "victim").await;
     world.gone(ns, "victim").await;
     assert!(!cloud.has("vm-victim"));
+}
+
+/// The provider's credentials may end VMs of other owners in the account; the controller ends only listed ones.
+async fn a_vm_of_another_cluster_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("x-elsewhere", None, None);
+    cloud.hide("x-elsewhere", true);
+    // Nor one of this cluster that no PeerPod names, by its id and another sandbox.
+    cloud.make("x-unnamed", Some("n1"), Some(key("unnamed", 0)));
+    for (name, id) in [("elsewhere", "x-elsewhere"), ("unnamed", "x-unnamed")] {
+        let spec = json!({"instanceID": id, "sandboxID": "of-the-attacker", "nodeName": "n1"});
+        world.peerpod(ns, name, spec, None).await;
+        world.delete(ns, name).await;
+    }
+    for name in ["elsewhere", "unnamed"] {
+        world.gone(ns, name).await;
+        world.has_event(ns, name, "VMNotOurs").await;
+    }
+    assert_eq!(cloud.count("x-"), 2);
+    assert!(cloud.deletes().iter().all(|delete| !delete.vm.starts_with("x-")), "{:?}", cloud.deletes());
+    cloud.end("x-");
+}
+
+async fn a_list_that_lags_leaks_no_vm(world: &World, cloud: &Arc<Cloud>, ns: &str) {
+    cloud.make("vm-late", None, None);
+    cloud.hide("vm-late", true);
+    world.peerpod(ns, "late", json!({"instanceID": "vm-late"}), None).await;
+    let before = cloud.lists();
+    world.delete(ns, "late").await;
+    wait_for("a list without it", LIMIT, async || Ok((cloud.lists() > before).then_some(()))).await.unwrap();
+    cloud.hide("vm-late", false);
+    world.gone(ns, "late").await;
+    assert!(!cloud.has("vm-late"));
 }
 
 /// Checks that running pods keep their VMs: a StatefulSet's new pod, which has the old one's name, and a pod with a
@@ -346,7 +383,8 @@ async fn many_while_it_is_killed(world: &World) {
         .collect::<()>()
         .await;
     let at_once = concurrency.to_string();
-    let settings = [("controller.concurrency", at_once.as_str())];
+    // A killed controller may have deleted a VM and not yet its finalizer.
+    let settings = [("controller.concurrency", at_once.as_str()), SETTLE];
     let mut controller = world.controller("a", &settings).await;
     controller.leads().await;
     let peerpods = world.peerpods(NS);
@@ -427,7 +465,7 @@ async fn one_leader(world: &World) {
     world.cluster.namespace(NS).await.unwrap();
     let cloud = Cloud::new(Duration::from_millis(700));
     let _serving = [cloud.serve(&world.socket("a"), "a").await, cloud.serve(&world.socket("b"), "b").await];
-    let settings = [("controller.concurrency", "1")];
+    let settings = [("controller.concurrency", "1"), SETTLE];
     let a = world.controller("a", &settings).await;
     a.leads().await;
     let b = world.controller("b", &settings).await;
@@ -470,7 +508,7 @@ async fn api_server_away(world: &World) {
     let away = Duration::from_secs(if is_long() { 60 } else { 8 });
     world.cluster.namespace(NS).await.unwrap();
     let (cloud, _serving) = world.cloud(Duration::from_millis(300)).await;
-    let controller = world.controller("a", &[("controller.concurrency", "2")]).await;
+    let controller = world.controller("a", &[("controller.concurrency", "2"), SETTLE]).await;
     controller.leads().await;
     delete_some(world, &cloud, NS, "away", 20).await;
     wait_for("the first to go", LIMIT, async || Ok((cloud.count("away") < 18).then_some(()))).await.unwrap();

@@ -34,6 +34,19 @@ fn pod(cluster: &Cluster, namespace: &str, name: &str, more: Value) {
     );
 }
 
+/// Makes a PeerPod with the controller's finalizer, as the daemon on that node: the policy refuses any other writer.
+async fn peerpod(cluster: &Cluster, name: &str, node: &str) {
+    let who = cluster.kubeconfig_of(OWN, "peerpod-node", Some(&format!("node-{node}"))).await.unwrap();
+    let file = cluster.folder().join(format!("{}.json", fresh_id("peerpod")));
+    let object = json!({
+        "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+        "metadata": {"name": name, "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
+        "spec": {"instanceID": format!("fake-{name}"), "nodeName": node},
+    });
+    std::fs::write(&file, object.to_string()).unwrap();
+    as_who(cluster, &who, &["create", "-f", file.to_str().unwrap()]).unwrap();
+}
+
 /// Runs `kubectl` as that account.
 fn as_who(cluster: &Cluster, who: &Path, words: &[&str]) -> anyhow::Result<String> {
     let flag = format!("--kubeconfig={}", who.display());
@@ -86,6 +99,8 @@ async fn each_role_works_with_its_rights_and_has_no_others() {
         cluster
             .kubectl(&["patch", "node", node, "--subresource=status", "--type=merge", "-p", status])
             .unwrap();
+    }
+    for node in ["worker-1", "worker-2", "lost"] {
         pod(
             &cluster,
             OWN,
@@ -274,14 +289,7 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
     ];
     heartbeat_of_long_ago(cluster);
     let (process, said) = start(cluster, "controller", who, &more, "pull secrets are given to nodes").await;
-    apply(
-        cluster,
-        &json!({
-            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
-            "metadata": {"name": "old", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
-            "spec": {"instanceID": "fake-0"},
-        }),
-    );
+    peerpod(cluster, "old", "worker-1").await;
     let words = ["delete", "peerpod", "-n", "shop", "old", "--wait=true", "--timeout=90s"];
     cluster.kubectl(&words).unwrap_or_else(|why| panic!("{why}\n{}", process.said()));
     sweeps(cluster, &process).await;
@@ -321,14 +329,7 @@ fn heartbeat_of_long_ago(cluster: &Cluster) {
 
 /// Removes the remains of lost nodes: a PeerPod, and a heartbeat.
 async fn sweeps(cluster: &Cluster, process: &Process) {
-    apply(
-        cluster,
-        &json!({
-            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
-            "metadata": {"name": "lost", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
-            "spec": {"instanceID": "fake-1", "nodeName": "lost"},
-        }),
-    );
+    peerpod(cluster, "lost", "lost").await;
     for (kind, namespace, name) in [("peerpod", "shop", "lost"), ("lease", OWN, "peerpod-node-long-gone")] {
         wait_for(&format!("{kind} {name} to go"), LIMIT, async || {
             let words = ["get", kind, "-n", namespace, name, "-o", "name", "--ignore-not-found"];
@@ -496,7 +497,7 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
         "may not change a Node's spec or labels",
     );
 
-    let peerpod = |name: &str, node: &str| {
+    let object = |name: &str, node: &str| {
         json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
             "metadata": {"name": name, "namespace": "shop"}, "spec": {"instanceID": "i", "nodeName": node}})
     };
@@ -505,11 +506,19 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
         std::fs::write(&file, object.to_string()).unwrap();
         file
     };
-    let (own, theirs) = (create(peerpod("own", "worker-1")), create(peerpod("theirs", "worker-2")));
+    let (own, theirs) = (create(object("own", "worker-1")), create(object("theirs", "worker-2")));
     as_who(cluster, who, &["create", "-f", own.to_str().unwrap()]).unwrap();
     let why = "a daemon on node worker-1 may not change a PeerPod of another node";
     refused(cluster, who, &["create", "-f", theirs.to_str().unwrap()], why);
-    cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
+    // Any other writer, even an administrator, could have a VM deleted by its name.
+    let (admin, only) = (cluster.folder().join("admin.kubeconfig"), "only a node's daemon makes a PeerPod");
+    refused(cluster, &admin, &["create", "-f", theirs.to_str().unwrap()], only);
+    peerpod(cluster, "theirs", "worker-2").await;
+    let spec = r#"{"spec":{"sandboxID":"another"}}"#;
+    refused(cluster, &admin, &["patch", "peerpod", "-n", "shop", "theirs", "--type=merge", "-p", spec], only);
+    let finalizers = r#"{"metadata":{"finalizers":null}}"#;
+    let words = ["patch", "peerpod", "-n", "shop", "theirs", "--type=merge", "-p", finalizers];
+    as_who(cluster, &admin, &words).unwrap();
     let peerpods: Api<PeerPod> = Api::namespaced(client, "shop");
     let gone = Patch::Merge(json!({"status": {"phase": "Gone"}}));
     let status = async |name: &str| {

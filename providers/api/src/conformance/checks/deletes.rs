@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::{hold, not_here};
-use crate::Error;
 use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
+use crate::{Error, InstanceId, OwnedState, Provider};
 
 pub(crate) async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
@@ -90,11 +90,51 @@ pub(crate) async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
         Ok(())
     }
     .await;
-    said("another owner's delete", stranger.delete(&theirs.id).await)?;
+    end(&*stranger, &theirs.id).await?;
+    checked
+}
+
+/// Deletes another owner's VM and waits until it is gone.
+async fn end(stranger: &dyn Provider, id: &InstanceId) -> Checked {
+    said("another owner's delete", stranger.delete(id).await)?;
     until(|| async {
         let left = said("another owner's list", stranger.list_owned().await)?;
-        Ok(left.iter().all(|one| one.id != theirs.id))
+        Ok(left.iter().all(|one| one.id != *id))
     })
-    .await?;
+    .await
+}
+
+/// Checks that a delete, a detach and an attach of ours leave a VM of another owner as it is.
+pub(crate) async fn a_vm_of_another_owner_survives_our_calls(trial: Arc<Trial>) -> Checked {
+    let Some(stranger) = trial.harness.stranger() else {
+        return not_here("no other owner with a VM");
+    };
+    let key = trial.key();
+    let theirs = said("another owner's create", stranger.create(&trial.harness.request(), &key).await)?;
+    let checked = survives(&trial, &*stranger, &theirs.id).await;
+    end(&*stranger, &theirs.id).await?;
     checked
+}
+
+async fn survives(trial: &Trial, stranger: &dyn Provider, id: &InstanceId) -> Checked {
+    let provider = trial.provider();
+    said("another owner's addresses", stranger.addresses(id).await)?;
+    let both = provider.extensions().volumes.zip(stranger.extensions().volumes);
+    if let Some(((ours, theirs), disk)) = both.zip(trial.harness.volume()) {
+        let attached = ours.attach(id, &disk).await;
+        hold!(matches!(attached, Err(Error::NotFound { .. })), "we attached to its VM: {attached:?}");
+        said("another owner's attach", theirs.attach(id, &disk).await)?;
+        said("detach from another owner's VM", ours.detach(id, &disk.volume).await)?;
+        // A VM of ours could have the disk if it were free now.
+        let (made, _) = trial.one().await?;
+        said("addresses", provider.addresses(&made.id).await)?;
+        let stolen = ours.attach(&made.id, &disk).await;
+        hold!(disk.read_only || stolen.is_err(), "we detached its disk");
+    }
+    said("delete of another owner's VM", provider.delete(id).await)?;
+    let seen = said("another owner's list", stranger.list_owned().await)?;
+    let state = seen.iter().find(|one| one.id == *id).map(|one| one.state);
+    let lives = matches!(state, Some(OwnedState::Pending | OwnedState::Running));
+    hold!(lives, "after our delete its VM is {state:?}");
+    Ok(())
 }

@@ -12,7 +12,8 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 /// Time for which a deleted PeerPod is left to its own node's daemon, while that one lives.
 const NODE_FIRST: Duration = Duration::from_secs(30);
-/// Time for which a deleted PeerPod without instanceID is looked for in the provider's list.
+/// Time for which the VM of a deleted PeerPod is looked for in the provider's list: longer than the list lags, or than a
+/// create that is in flight takes.
 const SETTLE: Duration = Duration::from_secs(120);
 /// Time for which a VM must have had no PeerPod, and its node's daemon been away: longer than an outage of an API server.
 const ORPHAN_GRACE: Duration = Duration::from_secs(15 * 60);

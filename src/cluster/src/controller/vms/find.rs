@@ -1,4 +1,4 @@
-//! Finds the VMs of a PeerPod without an instance id, and shares one list of the provider among concurrent callers.
+//! Finds the VMs of a PeerPod in the provider's list, and shares one list among concurrent callers.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -6,27 +6,17 @@ use std::time::{Duration, Instant};
 
 use kube::ResourceExt;
 use peerpod_kube::crds::{PeerPod, PeerPodSpec};
-use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider};
+use peerpod_provider_api::{Error, IdempotencyKey, Owned, OwnedState, Provider};
 use tokio::sync::Mutex;
 
 /// Maximum number of attempts per sandbox, each with its own key; nodes make at most eight.
 const ATTEMPTS: u32 = 16;
 
-/// The provider's last list. Only callers that asked before it was begun may reuse it as fresh.
+/// The provider's last list. Only callers that asked before it was begun may reuse it.
 #[derive(Default)]
 pub(super) struct Listing(Mutex<Option<(Instant, Arc<Vec<Owned>>)>>);
 
 impl Listing {
-    /// Returns the VM of this id from the last list, since node and key of a VM never change, or else from a new list.
-    pub(super) async fn vm(&self, provider: &dyn Provider, id: &str) -> Result<Option<Owned>, Error> {
-        let find = |list: &[Owned]| list.iter().find(|vm| vm.id.as_str() == id).cloned();
-        let known = self.0.lock().await.as_ref().and_then(|(_, list)| find(list));
-        match known {
-            Some(vm) => Ok(Some(vm)),
-            None => Ok(find(&self.fresh(provider).await?)),
-        }
-    }
-
     /// Returns a list that was begun after this call.
     pub(super) async fn fresh(&self, provider: &dyn Provider) -> Result<Arc<Vec<Owned>>, Error> {
         let asked = Instant::now();
@@ -62,6 +52,12 @@ pub(super) struct Keys {
     pub(super) shared: Option<IdempotencyKey>,
 }
 
+impl Keys {
+    fn has(&self, key: &IdempotencyKey) -> bool {
+        self.own.contains(key) || self.shared.as_ref() == Some(key)
+    }
+}
+
 pub(super) fn keys(cluster: &str, spec: &PeerPodSpec) -> Keys {
     let own: HashSet<IdempotencyKey> = spec
         .sandbox_id
@@ -74,11 +70,11 @@ pub(super) fn keys(cluster: &str, spec: &PeerPodSpec) -> Keys {
     Keys { own, shared }
 }
 
-/// VMs of a PeerPod without an instance id.
+/// VMs of a PeerPod.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
     /// These VMs, or none.
-    Vms(Vec<InstanceId>),
+    Vms(Vec<Owned>),
     /// Several VMs have its key, and they cannot be distinguished. They are left to the search for orphans.
     Several(usize),
 }
@@ -90,13 +86,13 @@ pub(super) fn meant<'a>(
     others: impl Iterator<Item = &'a PeerPodSpec> + Clone,
 ) -> Meant {
     let exists = owned.iter().filter(|vm| vm.state != OwnedState::Deleting);
-    let with = |wanted: &dyn Fn(&IdempotencyKey) -> bool| -> Vec<InstanceId> {
-        exists.clone().filter(|vm| vm.key.as_ref().is_some_and(wanted)).map(|vm| vm.id.clone()).collect()
+    let with = |wanted: &dyn Fn(&IdempotencyKey) -> bool| -> Vec<Owned> {
+        exists.clone().filter(|vm| vm.key.as_ref().is_some_and(wanted)).cloned().collect()
     };
     let mut vms = with(&|key| keys.own.contains(key));
     let Some(shared) = &keys.shared else { return Meant::Vms(vms) };
     let mut candidates = with(&|key| key == shared);
-    candidates.retain(|id| !others.clone().any(|spec| spec.instance_id.as_deref() == Some(id.as_str())));
+    candidates.retain(|vm| !others.clone().any(|spec| spec.instance_id.as_deref() == Some(vm.id.as_str())));
     let contested = |spec: &PeerPodSpec| {
         spec.instance_id.is_none() && spec.idempotency_key.as_deref() == Some(shared.as_str())
     };
@@ -108,18 +104,17 @@ pub(super) fn meant<'a>(
     Meant::Vms(vms)
 }
 
-/// Returns the reason why the VM of this PeerPod's id belongs to another owner, if it does: any writer of PeerPods can
-/// write any id. `vm` is the provider's entry of the VM; `others` are PeerPods of the same provider, perhaps with this
+/// Returns the reason why this VM of the provider's list belongs to another owner than the PeerPod, if it does: any
+/// writer of PeerPods can write any id, sandbox and key. `others` are PeerPods of the same provider, perhaps with this
 /// one among them.
 pub(super) fn another_ones<'a>(
     cluster: &str,
     peerpod: &PeerPod,
-    vm: Option<&Owned>,
+    vm: &Owned,
     others: impl IntoIterator<Item = &'a PeerPod>,
 ) -> Option<String> {
-    let id = peerpod.spec.instance_id.as_deref()?;
-    let at = vm.and_then(|vm| vm.node.as_deref());
-    if let (Some(at), Some(said)) = (at, peerpod.spec.node_name.as_deref())
+    let id = &vm.id;
+    if let (Some(at), Some(said)) = (&vm.node, &peerpod.spec.node_name)
         && at != said
     {
         return Some(format!(
@@ -127,19 +122,31 @@ pub(super) fn another_ones<'a>(
              needs it, delete it at the provider"
         ));
     }
-    let rival = others.into_iter().find(|other| has_better_claim(cluster, id, vm, other, peerpod))?;
-    let name = format!("{}/{}", rival.namespace().unwrap_or_default(), rival.name_any());
-    Some(format!("VM {id} belongs to PeerPod {name}, too: it stays, and is deleted with that PeerPod"))
+    if let Some(rival) = others.into_iter().find(|other| has_better_claim(cluster, vm, other, peerpod)) {
+        let name = format!("{}/{}", rival.namespace().unwrap_or_default(), rival.name_any());
+        return Some(format!(
+            "VM {id} belongs to PeerPod {name}, too: it stays, and is deleted with that PeerPod"
+        ));
+    }
+    let key = vm.key.as_ref().filter(|key| !keys(cluster, &peerpod.spec).has(key))?;
+    Some(format!(
+        "VM {id} was made with key {key}, which this PeerPod's sandbox never had: the VM is left alone; if no pod \
+         needs it, delete it at the provider"
+    ))
 }
 
 /// The better claim has the PeerPod with the sandbox that asked for the VM; else one that is not being deleted; else
 /// the older one.
-fn has_better_claim(cluster: &str, id: &str, vm: Option<&Owned>, other: &PeerPod, peerpod: &PeerPod) -> bool {
-    if other.metadata.uid == peerpod.metadata.uid || other.spec.instance_id.as_deref() != Some(id) {
+fn has_better_claim(cluster: &str, vm: &Owned, other: &PeerPod, peerpod: &PeerPod) -> bool {
+    let asked = |one: &PeerPod| vm.key.as_ref().is_some_and(|key| keys(cluster, &one.spec).own.contains(key));
+    let claims = match &other.spec.instance_id {
+        Some(id) => id == vm.id.as_str(),
+        // Its node has not recorded the VM yet.
+        None => asked(other),
+    };
+    if other.metadata.uid == peerpod.metadata.uid || !claims {
         return false;
     }
-    let key = vm.and_then(|vm| vm.key.as_ref());
-    let asked = |one: &PeerPod| key.is_some_and(|key| keys(cluster, &one.spec).own.contains(key));
     let age = |one: &PeerPod| (one.creation_timestamp(), one.uid());
     match (asked(other), asked(peerpod)) {
         (true, false) => true,
@@ -152,6 +159,7 @@ fn has_better_claim(cluster: &str, id: &str, vm: Option<&Owned>, other: &PeerPod
 mod tests {
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
     use k8s_openapi::jiff::Timestamp;
+    use peerpod_provider_api::InstanceId;
 
     use super::*;
 
@@ -171,8 +179,15 @@ mod tests {
         }
     }
 
-    fn ids(ids: &[&str]) -> Meant {
-        Meant::Vms(ids.iter().map(|id| InstanceId::new(*id).unwrap()).collect())
+    fn ids(meant: Meant) -> Result<Vec<String>, usize> {
+        match meant {
+            Meant::Vms(vms) => Ok(vms.into_iter().map(|vm| vm.id.to_string()).collect()),
+            Meant::Several(count) => Err(count),
+        }
+    }
+
+    fn some(ids: &[&str]) -> Result<Vec<String>, usize> {
+        Ok(ids.iter().map(|id| (*id).to_owned()).collect())
     }
 
     #[test]
@@ -192,7 +207,7 @@ mod tests {
             Owned { state: OwnedState::Deleting, ..vm("going", IdempotencyKey::derive("c", "s", 1)) },
         ];
         let not_needed = std::iter::from_fn(|| -> Option<&PeerPodSpec> { panic!("not needed") });
-        assert_eq!(meant(&keys, &owned, not_needed), ids(&["first", "fallback"]));
+        assert_eq!(ids(meant(&keys, &owned, not_needed)), some(&["first", "fallback"]));
     }
 
     #[test]
@@ -212,18 +227,14 @@ mod tests {
                 ..PeerPodSpec::default()
             };
             let others: Vec<PeerPodSpec> = others.iter().map(spec).collect();
-            meant(&keys, owned, others.iter())
+            ids(meant(&keys, owned, others.iter()))
         };
-        assert_eq!(meant(&owned, &[(Some("a"), Some("batch"))]), ids(&["b"]));
-        assert_eq!(meant(&owned, &[]), Meant::Several(2));
+        assert_eq!(meant(&owned, &[(Some("a"), Some("batch"))]), some(&["b"]));
+        assert_eq!(meant(&owned, &[]), Err(2));
         let contested = [(Some("a"), Some("batch")), (None, Some("batch"))];
-        assert_eq!(
-            meant(&owned, &contested),
-            Meant::Several(1),
-            "the other PeerPod counts as well as this one"
-        );
-        assert_eq!(meant(&[], &[]), ids(&[]));
-        assert_eq!(meant(&owned, &[(Some("a"), None), (Some("b"), None)]), ids(&[]));
+        assert_eq!(meant(&owned, &contested), Err(1), "the other PeerPod counts as well as this one");
+        assert_eq!(meant(&[], &[]), some(&[]));
+        assert_eq!(meant(&owned, &[(Some("a"), None), (Some("b"), None)]), some(&[]));
     }
 
     fn peerpod(name: &str, created: i64, spec: PeerPodSpec) -> PeerPod {
@@ -240,45 +251,66 @@ mod tests {
         PeerPodSpec { sandbox_id: Some(sandbox.into()), ..PeerPodSpec::default() }
     }
 
+    fn without_key(node: Option<&str>) -> Owned {
+        Owned { key: None, node: node.map(str::to_owned), ..vm("i-1", key("k")) }
+    }
+
     #[test]
     fn a_vm_of_another_node_is_left_alone() {
-        let at = |node: Option<&str>| Owned {
-            node: node.map(str::to_owned),
-            ..vm("i-1", IdempotencyKey::derive("c", "s", 0))
-        };
         let says = |node: Option<&str>| {
             peerpod("p", 1, PeerPodSpec { node_name: node.map(str::to_owned), ..PeerPodSpec::default() })
         };
-        let why = |vm: Option<&Owned>, node| another_ones("c", &says(node), vm, []);
-        let told = why(Some(&at(Some("a"))), Some("b")).unwrap();
+        let why = |at, said| another_ones("c", &says(said), &without_key(at), []);
+        let told = why(Some("a"), Some("b")).unwrap();
         assert!(told.contains("node a") && told.contains("node b"), "{told}");
-        for (vm, node) in [(Some("a"), Some("a")), (None, Some("b")), (Some("a"), None)] {
-            assert_eq!(why(Some(&at(vm)), node), None, "{vm:?} {node:?}");
+        for (at, said) in [(Some("a"), Some("a")), (None, Some("b")), (Some("a"), None)] {
+            assert_eq!(why(at, said), None, "{at:?} {said:?}");
         }
-        assert_eq!(why(None, Some("b")), None, "the provider does not know it, and deletes nothing");
     }
 
     #[test]
     fn only_one_peerpod_may_delete_a_shared_vm() {
         let made_for_s = vm("i-1", IdempotencyKey::derive("c", "s", 0));
-        let whose = |vm: Option<&Owned>, one: &PeerPod, all: &[PeerPod]| another_ones("c", one, vm, all);
+        let no_key = without_key(None);
+        let whose = |vm: &Owned, one: &PeerPod, all: &[PeerPod]| another_ones("c", one, vm, all);
         let (first, second) = (peerpod("first", 1, of_sandbox("s")), peerpod("second", 2, of_sandbox("t")));
         let alone = [first.clone()];
-        assert_eq!(whose(Some(&made_for_s), &first, &alone), None, "itself is no other");
+        assert_eq!(whose(&made_for_s, &first, &alone), None, "itself is no other");
         let both = [first.clone(), second.clone()];
-        assert_eq!(whose(Some(&made_for_s), &first, &both), None);
-        let told = whose(Some(&made_for_s), &second, &both).unwrap();
+        assert_eq!(whose(&made_for_s, &first, &both), None);
+        let told = whose(&made_for_s, &second, &both).unwrap();
         assert!(told.contains("ns/first"), "{told}");
         // Without a key the older one has the claim, but never against one that is not being deleted.
-        assert_eq!(whose(None, &first, &both), None);
-        assert!(whose(None, &second, &both).is_some());
+        assert_eq!(whose(&no_key, &first, &both), None);
+        assert!(whose(&no_key, &second, &both).is_some());
         let mut stays = second.clone();
         stays.metadata.deletion_timestamp = None;
-        assert!(whose(None, &first, &[first.clone(), stays.clone()]).is_some());
-        assert_eq!(whose(Some(&made_for_s), &first, &[first.clone(), stays]), None, "made for its sandbox");
+        assert!(whose(&no_key, &first, &[first.clone(), stays.clone()]).is_some());
+        assert_eq!(whose(&made_for_s, &first, &[first.clone(), stays]), None, "made for its sandbox");
         let mut elsewhere = second;
         elsewhere.spec.instance_id = Some("i-2".into());
-        assert_eq!(whose(None, &first, &[elsewhere]), None);
+        assert_eq!(whose(&no_key, &first, &[elsewhere]), None);
+    }
+
+    #[test]
+    fn a_stranger_ends_no_vm_by_its_id_or_sandbox() {
+        let made_for_s = vm("i-1", IdempotencyKey::derive("c", "s", 0));
+        let mut victim = peerpod("victim", 1, of_sandbox("s"));
+        victim.metadata.deletion_timestamp = None;
+        let mut stranger = peerpod("stranger", 0, of_sandbox("s"));
+        for id in [Some("i-1".to_owned()), None] {
+            stranger.spec.instance_id = id;
+            for recorded in [true, false] {
+                victim.spec.instance_id = recorded.then(|| "i-1".to_owned());
+                let told = another_ones("c", &stranger, &made_for_s, [&victim]).unwrap();
+                assert!(told.contains("ns/victim"), "{told}");
+            }
+        }
+        // A VM that its node has not announced yet is named by no PeerPod.
+        let guess = peerpod("guess", 0, of_sandbox("t"));
+        assert!(another_ones("c", &guess, &made_for_s, []).unwrap().contains("never had"));
+        let batch = PeerPodSpec { idempotency_key: Some("batch".into()), ..of_sandbox("t") };
+        assert_eq!(another_ones("c", &peerpod("member", 0, batch), &vm("i-1", key("batch")), []), None);
     }
 
     #[test]

@@ -13,9 +13,9 @@ use kube::runtime::reflector::Store;
 use kube::runtime::watcher;
 use kube::{Api, ResourceExt};
 use peerpod_kube::client::{self, within};
-use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodSpec};
+use peerpod_kube::crds::{FINALIZER, PeerPod};
 use peerpod_kube::lease::{NotHeld, Term};
-use peerpod_provider_api::{Error as ProviderError, InstanceId, Retry};
+use peerpod_provider_api::{Error as ProviderError, Owned, Retry};
 use serde_json::json;
 use tracing::{debug, info, warn};
 
@@ -30,7 +30,7 @@ use crate::controller::Context;
 
 /// Interval for another check of a running pod. Its end causes no event here.
 const POD_AGAIN: Duration = Duration::from_secs(15);
-/// Interval between searches for the VM of a PeerPod without an instance id.
+/// Interval between searches for the VM of a PeerPod.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// Duration of one watch in seconds, which bounds the cost of a connection that died unnoticed.
 const WATCH: u32 = 60;
@@ -183,31 +183,32 @@ impl Work {
         }
     }
 
+    /// Deletes only VMs of a list that was begun after the deletion was requested: any writer of PeerPods can write any
+    /// id, and the provider's credentials may end more than this cluster's VMs.
     async fn delete(&self, peerpod: &PeerPod, since: Duration) -> Result<Action, Error> {
-        if let Some(why) = self.another_ones(peerpod).await? {
-            return self.leave(peerpod, why).await;
-        }
-        let found = match &peerpod.spec.instance_id {
-            // Text that is no valid id names no VM.
-            Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
-            None => self.inspect(peerpod).await?,
-        };
-        let vms = match &found {
-            Meant::Vms(vms) => vms.as_slice(),
-            Meant::Several(_) => &[],
+        let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
+        let all = self.store.state();
+        let (vms, doubt) = match self.meant(peerpod, &owned, &all) {
+            Meant::Vms(vms) => (vms, None),
+            Meant::Several(count) => (Vec::new(), Some(unclear(count))),
         };
         let settle = self.vms.config.settle;
-        if vms.is_empty() && peerpod.spec.instance_id.is_none() && since < settle {
+        if vms.is_empty() && since < settle {
             return Ok(Action::requeue((settle - since).min(LOOK_AGAIN)));
         }
-        let doubt = match found {
-            Meant::Several(count) => Some(unclear(count)),
-            Meant::Vms(_) => self.doubt(peerpod).await?,
-        };
-        for vm in vms {
+        let same = |other: &&PeerPod| self.vms.is_ours(other.spec.cloud_provider.as_deref());
+        let others = all.iter().map(|other| &**other).filter(same);
+        let cluster = &self.vms.config.cluster_id;
+        if let Some(why) = vms.iter().find_map(|vm| another_ones(cluster, peerpod, vm, others.clone())) {
+            return self.leave(peerpod, why).await;
+        }
+        if let (Some(id), true) = (&peerpod.spec.instance_id, vms.is_empty()) {
+            return self.leave(peerpod, unlisted(id, cluster)).await;
+        }
+        for vm in &vms {
             self.term.check()?;
-            self.vms.provider.delete(vm).await?;
-            info!(peerpod = full_name(peerpod), %vm, "VM deleted");
+            self.vms.provider.delete(&vm.id).await?;
+            info!(peerpod = full_name(peerpod), vm = %vm.id, "VM deleted");
         }
         self.term.check()?;
         if peerpod.finalizers().len() > 1 {
@@ -215,18 +216,18 @@ impl Work {
         }
         self.let_go(peerpod).await?;
         count(&self.vms.metrics.peerpods, if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
-        self.told(peerpod, vms, doubt);
+        self.told(peerpod, &vms, doubt);
         Ok(Action::await_change())
     }
 
-    /// Returns the owner of the VM that this PeerPod names, if it is another one.
-    async fn another_ones(&self, peerpod: &PeerPod) -> Result<Option<String>, Error> {
-        let Some(id) = &peerpod.spec.instance_id else { return Ok(None) };
-        let vm = self.vms.listing.vm(&*self.vms.provider, id).await?;
-        let all = self.store.state();
-        let same = |other: &&PeerPod| self.vms.is_ours(other.spec.cloud_provider.as_deref());
-        let others = all.iter().map(|other| &**other).filter(same);
-        Ok(another_ones(&self.vms.config.cluster_id, peerpod, vm.as_ref(), others))
+    /// Returns the VMs of this PeerPod in the list.
+    fn meant(&self, peerpod: &PeerPod, owned: &[Owned], all: &[Arc<PeerPod>]) -> Meant {
+        if let Some(id) = &peerpod.spec.instance_id {
+            return Meant::Vms(owned.iter().filter(|vm| vm.id.as_str() == id).cloned().collect());
+        }
+        let keys = keys(&self.vms.config.cluster_id, &peerpod.spec);
+        let others = all.iter().filter(|other| other.metadata.uid != peerpod.metadata.uid);
+        meant(&keys, owned, others.map(|other| &other.spec))
     }
 
     /// Removes the finalizer and leaves the VM: the PeerPod must not wait for ever for the end of another owner's VM.
@@ -239,38 +240,10 @@ impl Work {
         Ok(Action::await_change())
     }
 
-    /// Returns a warning if the VM of an object of the replaced system (cloud-api-adaptor) lacks this cluster's mark.
-    /// The provider finds no such VM then, and deletes none.
-    async fn doubt(&self, peerpod: &PeerPod) -> Result<Option<Stays>, Error> {
-        let PeerPodSpec { instance_id: Some(id), sandbox_id: None, idempotency_key: None, .. } =
-            &peerpod.spec
-        else {
-            return Ok(None);
-        };
-        let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
-        if owned.iter().any(|vm| vm.id.as_str() == id) {
-            return Ok(None);
-        }
-        let message = format!(
-            "{id} is not among this cluster's VMs (node.cluster-id {}). If it still exists another system made it: delete it \
-             there",
-            self.vms.config.cluster_id
-        );
-        Ok(Some(Stays { reason: "VMNotOurs", message }))
-    }
-
-    async fn inspect(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
-        let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
-        let keys = keys(&self.vms.config.cluster_id, &peerpod.spec);
-        let all = self.store.state();
-        let others = all.iter().filter(|other| other.metadata.uid != peerpod.metadata.uid);
-        Ok(meant(&keys, &owned, others.map(|other| &other.spec)))
-    }
-
     /// Publishes the Event in a task, without waiting for it.
-    fn told(&self, peerpod: &PeerPod, vms: &[InstanceId], doubt: Option<Stays>) {
+    fn told(&self, peerpod: &PeerPod, vms: &[Owned], doubt: Option<Stays>) {
         let (context, peerpod) = (self.context.clone(), peerpod.clone());
-        let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
+        let names: Vec<&str> = vms.iter().map(|vm| vm.id.as_str()).collect();
         let (type_, reason, note) = match doubt {
             Some(Stays { reason, message }) => (EventType::Warning, reason, message),
             None if names.is_empty() => (EventType::Normal, "VMDeleted", "it had no VM".to_owned()),
@@ -331,6 +304,13 @@ fn foreign(peerpod: &PeerPod, ours: &str) -> Stays {
          it is another name of {ours}"
     );
     Stays { reason: "OtherProvider", message }
+}
+
+fn unlisted(id: &str, cluster: &str) -> String {
+    format!(
+        "VM {id} is not among this cluster's VMs (node.cluster-id {cluster}): it is gone, or another owner made it; \
+         nothing is deleted. If it still exists, delete it at the provider"
+    )
 }
 
 fn unclear(count: usize) -> Stays {

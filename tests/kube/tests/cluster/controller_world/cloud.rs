@@ -1,7 +1,7 @@
 //! Plays a cloud in the test's own process. The controller reaches it as an external provider over unix sockets, one
 //! per replica. The cloud outlives the replicas and records the replica of each call.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,6 +32,9 @@ struct State {
     fault: Option<Error>,
     under_way: HashMap<String, watch::Receiver<bool>>,
     peak: usize,
+    /// VMs that no list shows: of another cluster in the same account, or made a moment ago.
+    hidden: HashSet<String>,
+    lists: usize,
 }
 
 /// A cloud with VMs, calls and faults.
@@ -71,6 +74,27 @@ impl Cloud {
             node: node.map(str::to_owned),
         };
         self.lock().vms.insert(id.to_owned(), vm);
+    }
+
+    /// Hides a VM from the lists, or shows it again. A delete of a hidden VM succeeds, as in a cloud that compares no
+    /// owner.
+    pub fn hide(&self, id: &str, hidden: bool) {
+        let mut state = self.lock();
+        if hidden {
+            state.hidden.insert(id.to_owned())
+        } else {
+            state.hidden.remove(id)
+        };
+    }
+
+    /// Ends the VMs with this prefix, as their owners do.
+    pub fn end(&self, prefix: &str) {
+        self.lock().vms.retain(|id, _| !id.starts_with(prefix));
+    }
+
+    /// Returns the number of lists so far.
+    pub fn lists(&self) -> usize {
+        self.lock().lists
     }
 
     pub fn has(&self, id: &str) -> bool {
@@ -160,12 +184,13 @@ impl Provider for Side {
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
-        let state = self.cloud.lock();
-        let shown =
-            state.vms.values().cloned().map(|vm| match state.under_way.contains_key(vm.id.as_str()) {
-                true => Owned { state: OwnedState::Deleting, ..vm },
-                false => vm,
-            });
+        let mut state = self.cloud.lock();
+        state.lists += 1;
+        let listed = state.vms.values().filter(|vm| !state.hidden.contains(vm.id.as_str())).cloned();
+        let shown = listed.map(|vm| match state.under_way.contains_key(vm.id.as_str()) {
+            true => Owned { state: OwnedState::Deleting, ..vm },
+            false => vm,
+        });
         Ok(shown.collect())
     }
 }
