@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use peerpod_base::config::Reader;
-use peerpod_provider_api::{Error, Provider};
+use peerpod_provider_api::{Error, Owner, Provider};
 
 /// Facts about the node that every provider gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,12 +45,12 @@ struct Row {
 }
 
 type Opened = Result<Arc<dyn Provider>, Error>;
-type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
+type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
 /// Opener for providers that open without waiting: all but `external`.
 #[cfg(any(feature = "aws", feature = "fake", feature = "libvirt", feature = "local"))]
-fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
-    Box::new(|| Box::pin(async { open() }))
+fn at_once(open: impl FnOnce(Owner) -> Opened + Send + 'static) -> Opener {
+    Box::new(|owner| Box::pin(async { open(owner) }))
 }
 
 /// Rows of the table, one per provider of this build.
@@ -61,7 +61,7 @@ const TABLE: &[Row] = &[
         free: true,
         read: |reader, context| {
             let config = peerpod_provider_local::LocalConfig::read(reader, &context.state_dir);
-            at_once(|| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
+            at_once(|_| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
         },
     },
     #[cfg(feature = "aws")]
@@ -71,8 +71,7 @@ const TABLE: &[Row] = &[
         read: |reader, context| {
             let creates = context.purpose == Purpose::Create;
             let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
-            let (cluster, node) = (context.cluster_id.clone(), context.node_name.clone());
-            at_once(move || Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, &cluster, &node))))
+            at_once(|owner| Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, owner))))
         },
     },
     #[cfg(feature = "libvirt")]
@@ -83,8 +82,7 @@ const TABLE: &[Row] = &[
         read: |reader, context| {
             use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
             let config = LibvirtConfig::read(reader, context.purpose == Purpose::Create);
-            let (cluster, node) = (context.cluster_id.clone(), context.node_name.clone());
-            at_once(move || Ok(Arc::new(LibvirtProvider::new(config, &cluster, &node))))
+            at_once(|owner| Ok(Arc::new(LibvirtProvider::new(config, owner))))
         },
     },
     #[cfg(feature = "fake")]
@@ -93,7 +91,7 @@ const TABLE: &[Row] = &[
         free: true,
         read: |reader, context| {
             let config = peerpod_provider_fake::FakeConfig::read(reader, &context.state_dir);
-            at_once(|| Ok(Arc::new(peerpod_provider_fake::Fake::new(config))))
+            at_once(|_| Ok(Arc::new(peerpod_provider_fake::Fake::new(config))))
         },
     },
     #[cfg(feature = "external")]
@@ -102,13 +100,11 @@ const TABLE: &[Row] = &[
         // The service behind the socket is unknown.
         free: false,
         read: |reader, context| {
-            use peerpod_provider_external::{External, ExternalConfig, Owner};
-            let Context { state_dir, cluster_id, node_name, .. } = context;
-            let owner = Owner { cluster_id: cluster_id.clone(), node_name: node_name.clone() };
-            let config = ExternalConfig::read(reader, state_dir, owner);
-            Box::new(|| {
-                Box::pin(async {
-                    let opened = External::open(config).await?;
+            use peerpod_provider_external::{External, ExternalConfig};
+            let config = ExternalConfig::read(reader, &context.state_dir);
+            Box::new(move |owner| {
+                Box::pin(async move {
+                    let opened = External::open(ExternalConfig { owner, ..config }).await?;
                     Ok(Arc::new(opened) as Arc<dyn Provider>)
                 })
             })
@@ -120,6 +116,8 @@ const TABLE: &[Row] = &[
 pub struct Settings {
     kind: String,
     free: bool,
+    cluster_id: String,
+    node_name: String,
     opener: Option<Opener>,
 }
 
@@ -142,7 +140,8 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
             reader.leave(&format!("provider.{}", row.kind));
         }
     }
-    Settings { kind, free, opener }
+    let Context { cluster_id, node_name, .. } = context.clone();
+    Settings { kind, free, cluster_id, node_name, opener }
 }
 
 impl Settings {
@@ -156,14 +155,15 @@ impl Settings {
         self.free
     }
 
-    /// Opens the bare provider, without [`peerpod_provider_api::decorate()`]. Only an external provider makes this
-    /// wait, until it has sent its capabilities.
+    /// Opens the bare provider, without [`peerpod_provider_api::decorate()`], for the VMs of this installation
+    /// ([`Owner::installation`]). Only an external provider makes this wait, until it has sent its capabilities.
     ///
     /// # Errors
     /// A requirement of the provider that is not met, or a kind that this build does not have.
-    pub async fn open(self) -> Result<Arc<dyn Provider>, Error> {
+    pub async fn open(self, installation: String) -> Result<Arc<dyn Provider>, Error> {
+        let Settings { cluster_id, node_name, .. } = self;
         match self.opener {
-            Some(opener) => opener().await,
+            Some(opener) => opener(Owner { cluster_id, node_name, installation }).await,
             None => Err(Error::invalid(format!(
                 "provider.kind = {}: this build has no such provider; it has {}",
                 self.kind,
@@ -203,7 +203,7 @@ mod tests {
         reader.finish().unwrap();
         assert!(!context.state_dir.exists(), "reading has no effect");
         assert!(settings.is_free());
-        let provider = settings.open().await.unwrap();
+        let provider = settings.open("i".to_owned()).await.unwrap();
         assert_eq!(provider.name(), "local");
         drop(provider);
         std::fs::remove_dir_all(&context.state_dir).unwrap();

@@ -5,10 +5,11 @@ use std::future::Future;
 use std::path::Path;
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Namespace;
 use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::Status;
-use kube::{Client, Config};
+use kube::{Api, Client, Config};
 use peerpod_base::chain::chain;
 use tokio::time::timeout;
 use tower::BoxError;
@@ -70,6 +71,18 @@ impl Error {
 struct Unanswered {
     address: String,
     source: BoxError,
+}
+
+/// Returns the UID of the namespace `kube-system`, which is as old as its cluster: no other cluster has it.
+///
+/// # Errors
+/// The API server did not answer, or the right `get` on this namespace is missing.
+pub async fn cluster_uid(client: &Client) -> Result<String, Error> {
+    let namespaces: Api<Namespace> = Api::all(client.clone());
+    let found =
+        within("read the UID of namespace kube-system", namespaces.get_metadata("kube-system")).await?;
+    // Every stored object has a UID.
+    Ok(found.metadata.uid.unwrap_or_default())
 }
 
 /// Returns the text of an error of kube's client or runtime: every cause once, and the API server's message without the

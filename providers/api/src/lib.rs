@@ -22,6 +22,7 @@ mod deadline;
 pub mod decorate;
 mod error;
 mod id;
+mod owner;
 mod request;
 
 use std::net::IpAddr;
@@ -37,6 +38,7 @@ pub use deadline::{deadline, detached, with_deadline};
 pub use decorate::{DecoratorConfig, decorate};
 pub use error::{Error, Rejected, Retry, unless_gone};
 pub use id::{IdempotencyKey, InstanceId, NotAnId};
+pub use owner::Owner;
 pub use request::{
     Arch, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Market, Owned,
     OwnedState, Placement, Size,
@@ -106,8 +108,8 @@ pub trait Provider: Send + Sync + 'static {
     /// When the cloud has not accepted the deletion; the caller repeats the call.
     async fn delete(&self, id: &InstanceId) -> Result<(), Error>;
 
-    /// Lists every VM that this cluster and node made through this provider, half-made and half-deleted ones included,
-    /// until no trace of it is left. VMs of other owners are not listed.
+    /// Lists every VM of this [`Owner`] (cluster, node and installation) that the provider made, half-made and
+    /// half-deleted ones included, until no trace of it is left. VMs of other owners are not listed.
     ///
     /// # Errors
     /// By class. The list is never shortened: an unread page is an error.

@@ -75,8 +75,8 @@ pub struct TlsFiles {
 }
 
 impl ExternalConfig {
-    /// Reads `provider.external.*`; mistakes stay with the reader.
-    pub fn read(reader: &mut Reader, state_dir: &Path, owner: Owner) -> ExternalConfig {
+    /// Reads `provider.external.*`; mistakes stay with the reader. The caller fills in the owner.
+    pub fn read(reader: &mut Reader, state_dir: &Path) -> ExternalConfig {
         let mut section = reader.section("provider.external");
         let at = "where the provider listens on this node; default with a command: external/provider.sock in the state directory";
         let program = "program, by its whole path, and arguments that serve the provider on the socket; we start it, and start it again";
@@ -116,7 +116,7 @@ impl ExternalConfig {
         };
         ExternalConfig {
             endpoint,
-            owner,
+            owner: Owner::default(),
             handshake_timeout: section.constant("handshake-timeout", "HANDSHAKE_TIMEOUT", HANDSHAKE_TIMEOUT),
             call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
             health_every: section.constant("health-every", "HEALTH_EVERY", HEALTH_EVERY),
@@ -205,8 +205,7 @@ mod tests {
             flags.iter().map(|(key, value)| (format!("provider.external.{key}"), (*value).to_owned()));
         let sources = Sources { flags: flags.collect(), ..Sources::default() };
         let mut reader = Reader::load(sources, &["provider"], &[]).unwrap();
-        let owner = Owner { cluster_id: "c".into(), node_name: "n".into() };
-        let config = ExternalConfig::read(&mut reader, Path::new("/var/lib/peerpod"), owner);
+        let config = ExternalConfig::read(&mut reader, Path::new("/var/lib/peerpod"));
         (config, reader.finish().err().map(|mistakes| mistakes.to_string()).unwrap_or_default())
     }
 

@@ -45,6 +45,7 @@ use ttrpc::context::{Context, with_duration};
 
 pub use config::{Endpoint, ExternalConfig, TlsFiles};
 use connection::{Connection, HandshakeData};
+pub use peerpod_provider_api::Owner;
 pub use plugin::SOCKET_VARIABLE;
 use wire::Answer;
 
@@ -58,15 +59,6 @@ const EVENTS_PAUSE: Duration = Duration::from_secs(5);
 /// Most pages of one list, and most VMs on them.
 const PAGES: usize = 1000;
 const VMS: usize = 1 << 16;
-
-/// Owner of the VMs that a call is about.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Owner {
-    /// Cluster of the VMs.
-    pub cluster_id: String,
-    /// Node of the VMs; empty: all nodes of the cluster.
-    pub node_name: String,
-}
 
 /// Provider in another process. Dropping it closes the connection, and ends the process if this process started it.
 pub struct External {

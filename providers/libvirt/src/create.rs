@@ -46,7 +46,7 @@ impl Shared {
         request: &CreateRequest,
         key: &IdempotencyKey,
     ) -> Result<Created, Error> {
-        let identity = self.owner.identity(key);
+        let identity = crate::marks::identity(&self.owner, key);
         let created = self.create_as(&identity, request, key).await;
         created.map_err(|error| error.during(format_args!("create of {} ({})", request.name, identity.name)))
     }
@@ -148,7 +148,7 @@ impl Creation<'_> {
     /// with the VM's UUID.
     async fn marks_of(self, domain: &Domain) -> Result<Marks, Error> {
         let Creation { shared, libvirt, request, key, .. } = self;
-        match shared.marks(libvirt, domain).await?.filter(|marks| shared.owner.owns(marks)) {
+        match shared.marks(libvirt, domain).await?.filter(|marks| marks.are_of(&shared.owner)) {
             Some(marks) if marks.key == *key && marks.digest == request.digest() => Ok(marks),
             Some(_) => Err(Error::key_reused("its key came with another request before")),
             None => Err(Error::invalid(format!(

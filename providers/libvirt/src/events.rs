@@ -104,7 +104,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
         match event {
             Ok(DomainEvent::Lifecycle { domain, event, detail }) => {
                 let Some(shared) = shared.upgrade() else { return Ok(()) };
-                if !domain.name.starts_with(&shared.owner.prefix()) {
+                if !domain.name.starts_with(&crate::marks::prefix(&shared.owner)) {
                     continue;
                 }
                 match event {
@@ -126,7 +126,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
 /// Compares the recorded VMs with libvirt's: a VM that was running and no longer is has ended.
 async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let Some(shared) = shared.upgrade() else { return Ok(()) };
-    let prefix = shared.owner.prefix();
+    let prefix = crate::marks::prefix(&shared.owner);
     let before: Vec<Uuid> = shared.lives.lock().running.iter().copied().collect();
     let domains: Vec<Domain> =
         libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();

@@ -38,7 +38,7 @@ impl Shared {
 
     pub(crate) async fn list(&self) -> Result<Vec<Owned>, RpcError> {
         let libvirt = self.link.get().await?;
-        let prefix = self.owner.prefix();
+        let prefix = crate::marks::prefix(&self.owner);
         let domains = libvirt.domains().await?;
         let ours = domains.iter().filter(|domain| domain.name.starts_with(&prefix));
         let looks = ours.map(|domain| self.inspect(&libvirt, domain));
@@ -49,7 +49,7 @@ impl Shared {
     async fn inspect(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
         let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
         let Some((marks, state)) = unless_absent(seen)? else { return Ok(None) };
-        let Some(marks) = marks.filter(|marks| self.owner.owns(marks)) else { return Ok(None) };
+        let Some(marks) = marks.filter(|marks| marks.are_of(&self.owner)) else { return Ok(None) };
         let state = match (state.is_on(), marks.started || !state.never_ran()) {
             (true, _) => OwnedState::Running,
             (false, true) => OwnedState::Ended,
@@ -72,7 +72,7 @@ impl Shared {
         let uuid = uuid_of(id).ok_or_else(absent)?;
         let domain = libvirt.domain(&uuid).await?.ok_or_else(absent)?;
         let marks = self.marks(libvirt, &domain).await?;
-        if marks.is_some_and(|marks| self.owner.owns(&marks)) { Ok(domain) } else { Err(absent()) }
+        if marks.is_some_and(|marks| marks.are_of(&self.owner)) { Ok(domain) } else { Err(absent()) }
     }
 
     pub(crate) async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {

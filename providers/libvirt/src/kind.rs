@@ -197,7 +197,7 @@ impl Shared {
     /// Returns a name that no other process of this owner has.
     pub(crate) fn trial(&self) -> String {
         let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
-        format!("{}{TRIAL}{}-{nonce:x}", self.owner.prefix(), std::process::id())
+        format!("{}{TRIAL}{}-{nonce:x}", crate::marks::prefix(&self.owner), std::process::id())
     }
 
     /// Makes the disk that a trial VM boots; returns it with its path on the host.

@@ -37,12 +37,11 @@ use parking_lot::Mutex as Lock;
 use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
     Capabilities, Console, CreateRequest, Created, Error, Extensions, IdempotencyKey, InstanceId, Owned,
-    Preflight, Provider, ProviderEvent, detached,
+    Owner, Preflight, Provider, ProviderEvent, detached,
 };
 use tokio::sync::{Mutex, broadcast, watch};
 
 pub use config::LibvirtConfig;
-use marks::VmOwner;
 use rpc::Redialer;
 use rpc::calls::Domain;
 use rpc::xdr::Uuid;
@@ -59,7 +58,7 @@ pub struct LibvirtProvider {
 /// State that calls share, including calls that their caller has dropped.
 struct Shared {
     config: LibvirtConfig,
-    owner: VmOwner,
+    owner: Owner,
     link: Redialer,
     images: Images,
     /// Value of [`Capabilities::guest_memory_mib`].
@@ -77,14 +76,13 @@ struct Shared {
 }
 
 impl LibvirtProvider {
-    /// Creates a provider of the VMs of this cluster and node; an empty node stands for all nodes of the cluster. Reads
-    /// the image's `image.json`, makes no call.
-    pub fn new(config: LibvirtConfig, cluster: &str, node: &str) -> LibvirtProvider {
+    /// Creates a provider of this owner's VMs. Reads the image's `image.json`, makes no call.
+    pub fn new(config: LibvirtConfig, owner: Owner) -> LibvirtProvider {
         let link = Redialer::new(config.address.clone(), config.call_timeout);
         let guest_memory_mib = guest_memory::of(&config);
         let shared = Shared {
             config,
-            owner: VmOwner { cluster: cluster.to_owned(), node: node.to_owned() },
+            owner,
             link,
             images: Images::default(),
             guest_memory_mib,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owner};
 use sha2::{Digest, Sha256};
 
 use crate::rpc::xdr::Uuid;
@@ -17,38 +17,24 @@ pub(crate) const PREFIX: &str = "peerpod";
 /// Prefix of all the provider's names in libvirt.
 const NAMES: &str = "peerpod-";
 
-/// Owner of VMs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct VmOwner {
-    pub(crate) cluster: String,
-    /// The node; empty: all nodes of the cluster.
-    pub(crate) node: String,
+/// Returns the prefix of the names of this owner's domains and volumes. Installations with equal names share it.
+pub(crate) fn prefix(owner: &Owner) -> String {
+    if owner.node_name.is_empty() {
+        return NAMES.to_owned();
+    }
+    let hash = digest(&[&owner.cluster_id, &owner.node_name]);
+    format!("{NAMES}{}-", hex::encode(&hash[..4]))
 }
 
-impl VmOwner {
-    /// Returns the prefix of the names of this owner's domains and volumes.
-    pub(crate) fn prefix(&self) -> String {
-        if self.node.is_empty() {
-            return NAMES.to_owned();
-        }
-        let hash = digest(&[&self.cluster, &self.node]);
-        format!("{NAMES}{}-", hex::encode(&hash[..4]))
-    }
-
-    /// Returns the name and UUID of the VM that is made with this key.
-    pub(crate) fn identity(&self, key: &IdempotencyKey) -> VmNames {
-        let hash = digest(&[&self.cluster, &self.node, key.as_str()]);
-        let mut uuid: Uuid = [0; 16];
-        uuid.copy_from_slice(&hash[..16]);
-        // Version 8 (custom), the usual variant.
-        uuid[6] = uuid[6] & 0x0f | 0x80;
-        uuid[8] = uuid[8] & 0x3f | 0x80;
-        VmNames { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
-    }
-
-    pub(crate) fn owns(&self, marks: &Marks) -> bool {
-        marks.cluster == self.cluster && (self.node.is_empty() || marks.node == self.node)
-    }
+/// Returns the name and UUID of the VM that is made with this key.
+pub(crate) fn identity(owner: &Owner, key: &IdempotencyKey) -> VmNames {
+    let hash = digest(&[&owner.cluster_id, &owner.node_name, key.as_str()]);
+    let mut uuid: Uuid = [0; 16];
+    uuid.copy_from_slice(&hash[..16]);
+    // Version 8 (custom), the usual variant.
+    uuid[6] = uuid[6] & 0x0f | 0x80;
+    uuid[8] = uuid[8] & 0x3f | 0x80;
+    VmNames { name: format!("{}{}", prefix(owner), hex::encode(&hash[16..28])), uuid }
 }
 
 /// Names of a VM.
@@ -105,6 +91,8 @@ pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
 pub(crate) struct Marks {
     pub(crate) cluster: String,
     pub(crate) node: String,
+    /// `None`: made by an earlier release.
+    pub(crate) installation: Option<String>,
     pub(crate) key: IdempotencyKey,
     /// Digest of the request, [`CreateRequest::digest`].
     pub(crate) digest: String,
@@ -120,11 +108,12 @@ pub(crate) struct Marks {
 
 impl Marks {
     /// Creates the marks of a VM that is about to be made.
-    pub(crate) fn new(owner: &VmOwner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
+    pub(crate) fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Marks {
-            cluster: owner.cluster.clone(),
-            node: owner.node.clone(),
+            cluster: owner.cluster_id.clone(),
+            node: owner.node_name.clone(),
+            installation: Some(owner.installation.clone()),
             key: key.clone(),
             digest: request.digest(),
             name: request.name.clone(),
@@ -132,6 +121,10 @@ impl Marks {
             started: false,
             labels: request.labels.clone(),
         }
+    }
+
+    pub(crate) fn are_of(&self, owner: &Owner) -> bool {
+        owner.owns(Some(&self.cluster), Some(&self.node), self.installation.as_deref())
     }
 
     /// Returns the element for a domain's description.
@@ -148,7 +141,7 @@ impl Marks {
     fn element(&self, prefix: &str, namespace: &str) -> String {
         let mut xml = format!(
             "<{prefix}vm{namespace} version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' created='{}' \
-             started='{}'>",
+             started='{}'",
             escape(&self.cluster),
             escape(&self.node),
             self.key,
@@ -157,6 +150,10 @@ impl Marks {
             self.created,
             u8::from(self.started)
         );
+        if let Some(installation) = &self.installation {
+            write!(xml, " installation='{}'", escape(installation)).expect("a String takes everything");
+        }
+        xml.push('>');
         for (name, value) in &self.labels {
             write!(xml, "<{prefix}label name='{}'>{}</{prefix}label>", escape(name), escape(value))
                 .expect("a String takes everything");
@@ -176,6 +173,7 @@ impl Marks {
         Some(Marks {
             cluster: get("cluster")?,
             node: get("node")?,
+            installation: get("installation"),
             key: IdempotencyKey::parse(get("key")?).ok()?,
             digest: get("digest")?,
             name: get("name")?,
@@ -194,17 +192,17 @@ impl Marks {
 mod tests {
     use super::*;
 
-    fn owner(node: &str) -> VmOwner {
-        VmOwner { cluster: "c".into(), node: node.into() }
+    fn owner(node: &str) -> Owner {
+        Owner { cluster_id: "c".into(), node_name: node.into(), installation: "i".into() }
     }
 
     #[test]
     fn names_come_from_owner_and_key_alone() {
         let key = IdempotencyKey::derive("c", "s", 0);
-        let one = owner("n").identity(&key);
-        assert_eq!(one, owner("n").identity(&key));
-        assert_ne!(one, owner("m").identity(&key));
-        assert!(one.name.starts_with(&owner("n").prefix()) && one.name.starts_with(&owner("").prefix()));
+        let one = identity(&owner("n"), &key);
+        assert_eq!(one, identity(&owner("n"), &key));
+        assert_ne!(one, identity(&owner("m"), &key));
+        assert!(one.name.starts_with(&prefix(&owner("n"))) && one.name.starts_with(&prefix(&owner(""))));
         let id = InstanceId::new(uuid_text(&one.uuid)).unwrap();
         assert_eq!(uuid_of(&id), Some(one.uuid));
         assert_ne!(one.mac(0), one.mac(1));
@@ -224,6 +222,10 @@ mod tests {
         };
         let marks = Marks::new(&owner("n"), &request, &IdempotencyKey::derive("c", "s", 0));
         assert_eq!(Marks::read(&marks.xml()).as_ref(), Some(&marks));
+        assert!(marks.are_of(&owner("n")) && !marks.are_of(&owner("m")));
+        let of_before = Marks { installation: None, ..marks.clone() };
+        assert_eq!(Marks::read(&of_before.xml()).as_ref(), Some(&of_before));
+        assert!(of_before.are_of(&owner("n")));
         assert_eq!(Marks::read(&marks.plain_xml()), Some(marks));
         for bad in ["", "<x/>", "<!DOCTYPE x [<!ENTITY a 'b'>]><x cluster='&a;'/>"] {
             assert_eq!(Marks::read(bad), None, "{bad}");

@@ -30,7 +30,7 @@ impl Shared {
     pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), RpcError> {
         let Some(domain) = libvirt.domain(uuid).await? else { return Ok(()) };
         let marks = unless_absent(self.marks(libvirt, &domain).await)?.flatten();
-        if !marks.is_some_and(|marks| self.owner.owns(&marks)) {
+        if !marks.is_some_and(|marks| marks.are_of(&self.owner)) {
             // The VM is gone, or has another owner, so it does not exist for this provider.
             return Ok(());
         }
@@ -106,14 +106,14 @@ impl Shared {
     /// the whole pool, so it runs only at start. Spares young trials of KVM, which have a disk before their domain.
     pub(crate) async fn sweep(&self, libvirt: &Connection) -> Result<usize, RpcError> {
         let Some(pool) = self.pool(libvirt).await? else { return Ok(0) };
-        if self.owner.node.is_empty() {
+        if self.owner.node_name.is_empty() {
             return Ok(0);
         }
         libvirt.refresh(&pool).await?;
         // The order matters: a file that is listed has a domain from before it was made until after it is gone.
         let volumes = libvirt.volumes(&pool).await?;
         let domains = libvirt.domains().await?;
-        let prefix = self.owner.prefix();
+        let prefix = crate::marks::prefix(&self.owner);
         let mut removed = 0;
         let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
         for volume in volumes.iter().filter(|volume| volume.name.starts_with(&prefix)) {

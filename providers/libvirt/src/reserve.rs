@@ -158,7 +158,7 @@ impl Shared {
         let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };
         // The order matters: an entry that is listed has a domain from before it was made until after it is gone.
         let domains = libvirt.domains().await?;
-        let prefix = self.owner.prefix();
+        let prefix = crate::marks::prefix(&self.owner);
         let mut removed = 0;
         for host in &dhcp.hosts {
             let Some(name) = host.name.as_ref().filter(|name| name.starts_with(&prefix)) else { continue };

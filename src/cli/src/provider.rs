@@ -151,10 +151,12 @@ async fn check(
 ) -> anyhow::Result<(ExitCode, bool)> {
     let mut signals = Signals::new()?;
     let kind = settings.kind().to_owned();
-    let provider = settings.open().await.with_context(|| format!("open provider {kind}"))?;
+    let installation = format!("check-{}", fresh());
+    let provider =
+        settings.open(installation.clone()).await.with_context(|| format!("open provider {kind}"))?;
     // Both providers are undecorated: `decorate` would hide the promises that a provider itself does not keep.
     let collector = match promises.iter().any(|promise| promise.name == COLLECTS) {
-        true => second(collector).await,
+        true => second(collector, installation).await,
         false => None,
     };
     if let Ok(found) = provider.preflight().await {
@@ -198,9 +200,9 @@ async fn check(
 const COLLECTS: &str = "who_only_collects_lists_and_deletes";
 
 /// Opens the same provider once more, if it allows two, on its own thread: it may wait for the first one to end.
-async fn second(settings: Settings) -> Option<Arc<dyn Provider>> {
+async fn second(settings: Settings, installation: String) -> Option<Arc<dyn Provider>> {
     let runtime = tokio::runtime::Handle::current();
-    let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open()));
+    let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open(installation)));
     opened.await.ok()?.ok()
 }
 

@@ -43,7 +43,7 @@ use crate::secrets::PullSecrets;
 use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
 use crate::volumes::{PodStorage, Pods, Volumes};
-use crate::{sweep, wireguard_fds};
+use crate::{installation, sweep, wireguard_fds};
 
 /// Time that calls in progress get to complete at shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -123,7 +123,8 @@ pub async fn build(
     files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
     let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, shutdown).await?;
 
-    let provider = open_provider(&config, provider, &mut registry).await?;
+    let installation = installation::find(&config.state_dir, kept.may_have_vms(), cluster.as_ref()).await?;
+    let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
     parts.start(&mut tasks, &ready).await;
     let sandboxes = Sandboxes::new(parts.ports.clone(), parts.sandbox_settings(&config), metrics.clone());
@@ -157,6 +158,7 @@ pub async fn build(
         version = env!("CARGO_PKG_VERSION"),
         cluster = config.sandbox.cluster_id,
         node = config.sandbox.node_name,
+        installation,
         socket = %socket.0.display(),
         state_dir = %config.state_dir.display(),
         guests_dial = parts.addresses.to_text(parts.relay.listen()),
@@ -185,9 +187,10 @@ async fn open_cluster(
 async fn open_provider(
     config: &NodeConfig,
     settings: peerpod_providers::Settings,
+    installation: String,
     registry: &mut Registry,
 ) -> Result<Arc<dyn Provider>> {
-    let provider = settings.open().await.context("open the provider")?;
+    let provider = settings.open(installation).await.context("open the provider")?;
     if config.sandbox.second_nic && !provider.capabilities().second_nic {
         bail!(
             "tunnel.external = second-nic: provider {} gives VMs no second NIC; set it to vm or tunnel, or use \
@@ -217,7 +220,7 @@ impl Parts {
         cluster: Option<&Cluster>,
         metrics: &Metrics,
     ) -> Result<Parts> {
-        let (folder, guests) = (config.state_dir.join("trust"), kept.may_have_guests());
+        let (folder, guests) = (config.state_dir.join("trust"), kept.may_have_vms());
         let trust = SharedTrust::new(Trust::open(&folder, SystemTime::now(), Validity::default(), guests)?);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;

@@ -71,6 +71,11 @@ impl Cluster {
         })
     }
 
+    /// Returns the UID of the cluster.
+    pub(crate) async fn uid(&self) -> Result<String, client::Error> {
+        client::cluster_uid(&self.calls.client).await
+    }
+
     /// Runs the tasks of the whole life of the daemon: the watch of the pods, and the writers.
     pub(crate) fn run(&self, tasks: &mut Tasks) {
         let (pods, writer, events) = (self.pods.clone(), self.writer.clone(), self.events.clone());

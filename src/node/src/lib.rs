@@ -4,6 +4,7 @@
 pub mod app;
 mod cluster;
 pub mod config;
+mod installation;
 pub mod ledger;
 mod localhost;
 mod metrics;

@@ -13,6 +13,17 @@ use crate::Cluster;
 /// Rule of a role: verbs on resources of groups.
 pub type Rule = PolicyRule;
 
+/// Returns the right of node and controller to read the cluster's UID.
+pub fn cluster_uid() -> Rule {
+    Rule {
+        api_groups: Some(vec![String::new()]),
+        resources: Some(vec!["namespaces".to_owned()]),
+        resource_names: Some(vec!["kube-system".to_owned()]),
+        verbs: vec!["get".to_owned()],
+        ..Rule::default()
+    }
+}
+
 impl Cluster {
     /// Makes a namespace.
     ///

@@ -10,7 +10,7 @@ mod helm;
 mod hook;
 mod process;
 
-pub use access::Rule;
+pub use access::{Rule, cluster_uid};
 pub use cluster::{Cluster, Options};
 pub use helm::{helm, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};

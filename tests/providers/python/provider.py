@@ -20,7 +20,7 @@ OWNER = {1: ("owner", "Owner")}
 ID = OWNER | {2: ("id", "string")}
 # Of provider.proto, what this provider reads and writes.
 TABLES = {
-    "Owner": {1: ("cluster_id", "string"), 2: ("node_name", "string")},
+    "Owner": {1: ("cluster_id", "string"), 2: ("node_name", "string"), 3: ("installation", "string")},
     "Error": {1: ("class", "string"), 2: ("text", "string"), 5: ("field", "string")},
     "Capabilities": {1: ("max_user_data", "uint"), 5: ("volumes", "bool"), 6: ("console", "bool")},
     "HandshakeRequest": {1: ("oldest_version", "uint"), 2: ("newest_version", "uint"), 3: ("owner", "Owner")},
@@ -240,7 +240,8 @@ class Shelf:
     @answers
     def detach(self, request):
         with self.lock:
-            self.unplug(request["volume"], request["id"])
+            if self.read(request["owner"], request["id"]) is not None:
+                self.unplug(request["volume"], request["id"])
         return {}
 
     @answers

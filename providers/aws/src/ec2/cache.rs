@@ -63,14 +63,14 @@ impl Aws {
         }
         let no_image = "make a launch template: there is no image; set provider.aws.image-id";
         let shape = shape.ok_or_else(|| Error::invalid(no_image))?;
-        let name = shape.template_name(&self.owner.cluster);
+        let name = shape.template_name(&self.owner.cluster_id);
         // Held across the call, so that fifty first creates make one template.
         let mut known = self.templates.lock().await;
         if known.contains(&name) {
             return Ok(name);
         }
         let mut marks = self.config.tags.clone();
-        marks.insert(tags::CLUSTER.to_owned(), self.owner.cluster.clone());
+        marks.insert(tags::CLUSTER.to_owned(), self.owner.cluster_id.clone());
         let marks = TagSpecification::builder()
             .resource_type(ResourceType::LaunchTemplate)
             .set_tags(Some(to_tags(&marks)))

@@ -13,7 +13,7 @@ use futures_util::stream::BoxStream;
 use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
-    DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market, Owned, Placement, Preflight,
+    DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market, Owned, Owner, Placement, Preflight,
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{Offering, Planner, Policy, Scheduler, Window, offerings};
@@ -29,7 +29,7 @@ use crate::ec2::facts::{Facts, Subnet};
 use crate::ec2::recent::Recent;
 use crate::ec2::remove::{self, Terminate};
 use crate::ec2::shape::ImageFacts;
-use crate::ec2::tags::VmOwner;
+use crate::ec2::tags;
 use crate::ec2::vms::{self, Vm, VmState};
 use crate::ec2::volumes;
 
@@ -51,7 +51,7 @@ pub struct AwsProvider(Arc<Aws>);
 /// State that the parts of the provider share.
 pub(crate) struct Aws {
     pub(crate) config: AwsConfig,
-    pub(crate) owner: VmOwner,
+    pub(crate) owner: Owner,
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
     pub(crate) names: volumes::Names,
@@ -77,8 +77,8 @@ pub(crate) struct Connected {
 }
 
 impl AwsProvider {
-    /// Creates a provider from its settings; makes no call. With an empty node name it covers the VMs of all nodes.
-    pub fn new(config: AwsConfig, cluster: &str, node: &str) -> AwsProvider {
+    /// Creates a provider from its settings; makes no call.
+    pub fn new(config: AwsConfig, owner: Owner) -> AwsProvider {
         let policy = Policy {
             allowed: config.instance_types.clone(),
             default: config.instance_type.clone(),
@@ -87,7 +87,7 @@ impl AwsProvider {
             confidential: config.confidential.then_some(Confidential::SevSnp),
         };
         AwsProvider(Arc::new(Aws {
-            owner: VmOwner { cluster: cluster.to_owned(), node: node.to_owned() },
+            owner,
             planner: Planner::new(policy),
             recent: Recent::default(),
             names: volumes::Names::default(),
@@ -144,7 +144,7 @@ impl Aws {
             let found = inspect.ask(id.as_str().to_owned(), until(), what).await?;
             let may_be_denied = self.recent.may_be_denied(id, Instant::now());
             match found {
-                Some(seen) if self.owner.owns(&seen.tags) => {
+                Some(seen) if tags::owns(&self.owner, &seen.tags) => {
                     self.recent.seen(id);
                     self.spots.seen(&seen);
                     if is_as_wanted(&seen)

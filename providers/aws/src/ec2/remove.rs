@@ -8,34 +8,37 @@ use std::time::Duration;
 
 use aws_sdk_ec2::types::Filter;
 use parking_lot::Mutex;
-use peerpod_provider_api::Error;
+use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::lookup;
-use crate::ec2::tags::{self, VmOwner};
+use crate::ec2::tags;
 use crate::ec2::vms::{self, VmState};
 
 /// Batcher that terminates VMs. `None`: EC2 does not know the VM, or shows it without the tags of this owner.
 pub(crate) type Terminate = lookup::Lookup<()>;
 
-pub(crate) fn terminate(ec2: Ec2, owner: VmOwner) -> Terminate {
+pub(crate) fn terminate(ec2: Ec2, owner: Owner) -> Terminate {
     lookup::together(ec2, Window::LIST, move |ec2, ids, until| by_ids(ec2, owner.clone(), ids, until))
 }
 
 /// Requests the termination of this owner's VMs among these; returns those that EC2 knows.
 async fn by_ids(
     ec2: Ec2,
-    owner: VmOwner,
+    owner: Owner,
     ids: Vec<String>,
     until: Instant,
 ) -> Result<HashMap<String, ()>, Error> {
     let mut found = vms::by_ids(ec2.clone(), ids, until).await?;
     found.retain(|id, vm| {
-        let ours = owner.owns(&vm.tags);
+        let ours = tags::owns(&owner, &vm.tags);
         if !ours {
-            tracing::warn!(vm = id, "the VM has no tags of this cluster and node: it is left alone");
+            tracing::warn!(
+                vm = id,
+                "the VM has no tags of this cluster, node and installation: it is left alone"
+            );
         }
         ours
     });
@@ -93,14 +96,14 @@ impl Strays {
     }
 
     /// Searches, and deletes the NICs that had no VM at the last search, either. Returns their number.
-    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
+    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
         let nics = self.again(stray_nics(ec2, owner).await?);
         delete_nics(ec2, nics).await
     }
 }
 
 /// Deletes all NICs without a VM at once; for use before any launch. Returns their number.
-pub(crate) async fn clean(ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
+pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
     delete_nics(ec2, stray_nics(ec2, owner).await?).await
 }
 
@@ -108,14 +111,14 @@ pub(crate) async fn clean(ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
 const MOST_STRAY: usize = 10_000;
 
 /// Returns the NICs of this owner without a VM. EC2 leaves one when a launch breaks off half-way.
-async fn stray_nics(ec2: &Ec2, owner: &VmOwner) -> Result<Vec<String>, Error> {
+async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
     let mut filters = vec![
-        filter(format!("tag:{}", tags::CLUSTER), &owner.cluster),
+        filter(format!("tag:{}", tags::CLUSTER), &owner.cluster_id),
         filter("status".to_owned(), "available"),
     ];
-    if !owner.node.is_empty() {
-        filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
+    if !owner.node_name.is_empty() {
+        filters.push(filter(format!("tag:{}", tags::NODE), &owner.node_name));
     }
     let what = "look for our unattached NICs";
     let (mut nics, mut next) = (Vec::new(), None);
@@ -126,7 +129,8 @@ async fn stray_nics(ec2: &Ec2, owner: &VmOwner) -> Result<Vec<String>, Error> {
         let page =
             ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
         let found = page.network_interfaces.unwrap_or_default().into_iter();
-        nics.extend(found.filter_map(|nic| nic.network_interface_id));
+        let ours = found.filter(|nic| tags::owns(owner, &tags::read(nic.tag_set.clone())));
+        nics.extend(ours.filter_map(|nic| nic.network_interface_id));
         next = page.next_token.filter(|token| !token.is_empty());
         if next.is_none() || nics.len() >= MOST_STRAY {
             return Ok(nics);

@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use peerpod_provider_api::{CreateRequest, IdempotencyKey};
+use aws_sdk_ec2::types::Tag;
+use peerpod_provider_api::{CreateRequest, IdempotencyKey, Owner};
 
 /// Tag with the cluster's name.
 pub(crate) const CLUSTER: &str = "peerpod.cluster";
 /// Tag with the node's name.
 pub(crate) const NODE: &str = "peerpod.node";
+/// Tag with the id of the installation.
+pub(crate) const INSTALLATION: &str = "peerpod.installation";
 /// Tag with the idempotency key of the create.
 pub(crate) const KEY: &str = "peerpod.key";
 /// Tag with the digest of the request.
@@ -20,32 +23,29 @@ const MAX_KEY: usize = 128;
 const MAX_VALUE: usize = 256;
 const MAX_TAGS: usize = 50;
 
-/// Owner of the resources.
-#[derive(Debug, Clone)]
-pub(crate) struct VmOwner {
-    pub cluster: String,
-    pub node: String,
+/// Whether a resource with these tags has this owner.
+pub(crate) fn owns(owner: &Owner, tags: &BTreeMap<String, String>) -> bool {
+    let tag = |key: &str| tags.get(key).map(String::as_str);
+    owner.owns(tag(CLUSTER), tag(NODE), tag(INSTALLATION))
 }
 
-impl VmOwner {
-    /// Whether a resource with these tags has this owner. An empty node name stands for all nodes of the cluster.
-    pub(crate) fn owns(&self, tags: &BTreeMap<String, String>) -> bool {
-        let has = |key: &str, value: &String| tags.get(key) == Some(value);
-        has(CLUSTER, &self.cluster) && (self.node.is_empty() || has(NODE, &self.node))
-    }
+/// Reads the tags of a resource.
+pub(crate) fn read(tags: Option<Vec<Tag>>) -> BTreeMap<String, String> {
+    tags.unwrap_or_default().into_iter().filter_map(|tag| Some((tag.key?, tag.value?))).collect()
 }
 
 /// Returns the tags of a VM. The provider's own tags come last, so that no label replaces them.
 pub(crate) fn of(
     request: &CreateRequest,
     key: &IdempotencyKey,
-    owner: &VmOwner,
+    owner: &Owner,
     users: &BTreeMap<String, String>,
 ) -> BTreeMap<String, String> {
     let ours = [
         (NAME, request.name.as_str()),
-        (CLUSTER, &owner.cluster),
-        (NODE, &owner.node),
+        (CLUSTER, &owner.cluster_id),
+        (NODE, &owner.node_name),
+        (INSTALLATION, &owner.installation),
         (KEY, key.as_str()),
         (DIGEST, &request.digest()),
     ];
@@ -82,16 +82,14 @@ mod tests {
         labels.insert(CLUSTER.to_owned(), "another cluster".to_owned());
         labels.insert("aws:odd".to_owned(), "a\nb<".repeat(200));
         let request = CreateRequest { name: "web-0".into(), labels, ..CreateRequest::default() };
-        let owner = VmOwner { cluster: "c".into(), node: "n".into() };
+        let owner = Owner { cluster_id: "c".into(), node_name: "n".into(), installation: "i".into() };
         let key = IdempotencyKey::derive("c", "s", 0);
         let tags = of(&request, &key, &owner, &BTreeMap::from([("team".to_owned(), "blue".to_owned())]));
         assert!(tags.len() <= MAX_TAGS, "{}", tags.len());
         assert_eq!((tags[CLUSTER].as_str(), tags["team"].as_str()), ("c", "blue"));
         assert_eq!((tags[KEY].as_str(), tags[NAME].as_str()), (key.as_str(), "web-0"));
-        let owns =
-            |cluster: &str, node: &str| VmOwner { cluster: cluster.into(), node: node.into() }.owns(&tags);
-        assert!(owns("c", "n") && owns("c", ""));
-        assert!(!owns("another cluster", "n") && !owns("c", "m"));
+        assert!(owns(&owner, &tags));
+        assert!(!owns(&Owner { installation: "another".into(), ..owner }, &tags));
         let odd = &tags["aws_odd"];
         assert!(odd.chars().count() == 256 && odd.starts_with("a_b_"), "{odd}");
     }

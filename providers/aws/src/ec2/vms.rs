@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
-use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState};
+use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
-use crate::ec2::tags::{self, VmOwner};
+use crate::ec2::tags;
 
 /// Maximum number of VMs in a page.
 const PAGE: i32 = 1000;
@@ -67,7 +67,6 @@ impl Vm {
             _ => VmState::Pending,
         };
         let devices = vm.block_device_mappings.unwrap_or_default();
-        let tags = vm.tags.unwrap_or_default();
         Some(Vm {
             id: vm.instance_id?,
             state,
@@ -76,7 +75,7 @@ impl Vm {
             private,
             public,
             devices: devices.into_iter().filter_map(|device| device.device_name).collect(),
-            tags: tags.into_iter().filter_map(|tag| Some((tag.key?, tag.value?))).collect(),
+            tags: tags::read(vm.tags),
             launched: vm.launch_time.and_then(|at| SystemTime::try_from(at).ok()),
             is_spot: vm.instance_lifecycle == Some(InstanceLifecycleType::Spot),
             reason: vm.state_reason.and_then(|reason| reason.message.or(reason.code)),
@@ -147,14 +146,16 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
     vms.filter_map(Vm::of)
 }
 
-/// Returns every VM of this cluster and node that is not terminated, from all pages. An empty node name stands for all
-/// nodes of the cluster.
-pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result<Vec<Vm>, Error> {
-    let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
-    if !owner.node.is_empty() {
-        filters.push(tag(tags::NODE, &owner.node));
+/// Returns every VM of this owner that is not terminated, from all pages.
+pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
+    let mut filters = vec![tag(tags::CLUSTER, &owner.cluster_id), not_gone()];
+    if !owner.node_name.is_empty() {
+        filters.push(tag(tags::NODE, &owner.node_name));
     }
-    list(ec2, filters, "list our VMs", until).await
+    let mut found = list(ec2, filters, "list our VMs", until).await?;
+    // No filter selects the VMs without the installation's tag.
+    found.retain(|vm| tags::owns(owner, &vm.tags));
+    Ok(found)
 }
 
 /// Returns the VMs that were made with this key and are not terminated.

@@ -18,6 +18,7 @@ use crate::ec2::Aws;
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::lookup;
 use crate::ec2::provider::{FIRST_LOOK, LOOK_AGAIN};
+use crate::ec2::tags;
 use crate::ec2::vms::VmState;
 
 /// A volume as EC2 shows it.
@@ -229,7 +230,7 @@ pub(crate) async fn detach(aws: &Aws, id: &InstanceId, volume: &str) -> Result<(
     checked(volume, &what)?;
     let connected = aws.ec2().await?;
     let vm = connected.inspect.ask(id.as_str().to_owned(), until(), &what).await?;
-    if !vm.is_some_and(|vm| aws.owner.owns(&vm.tags)) {
+    if !vm.is_some_and(|vm| tags::owns(&aws.owner, &vm.tags)) {
         return Ok(());
     }
     let ec2 = &connected.ec2;

@@ -8,7 +8,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use common::Cloud;
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
+use peerpod_provider_api::{DiskRequest, InstanceId, Owner, Provider};
+use peerpod_provider_aws::AwsProvider;
 use peerpod_test_ec2::xml;
 
 struct Ec2 {
@@ -47,7 +48,9 @@ impl Harness for Ec2 {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.cloud.provider_of("another", &[]))
+        // Another cluster with equal names.
+        let owner = Owner { installation: "another".to_owned(), ..common::owner("n") };
+        Some(Arc::new(AwsProvider::new(self.cloud.config(&[]), owner)))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {

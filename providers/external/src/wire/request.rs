@@ -9,25 +9,28 @@ use protobuf::MessageField;
 use super::{clipped, printable};
 use crate::Owner;
 
-/// Longest name of a cluster or node.
+/// Longest name of a cluster, node or installation.
 const OWNER: usize = 253;
 
 pub(crate) fn owner_to(owner: &Owner) -> MessageField<wire::Owner> {
     MessageField::some(wire::Owner {
         cluster_id: owner.cluster_id.clone(),
         node_name: owner.node_name.clone(),
+        installation: owner.installation.clone(),
         ..wire::Owner::default()
     })
 }
 
 pub(crate) fn owner_from(owner: MessageField<wire::Owner>) -> Result<Owner, Error> {
-    let wire::Owner { cluster_id, node_name, .. } = owner.into_option().unwrap_or_default();
-    for (what, text, least) in [("cluster id", &cluster_id, 1), ("node name", &node_name, 0)] {
+    let wire::Owner { cluster_id, node_name, installation, .. } = owner.into_option().unwrap_or_default();
+    for (what, text, least) in
+        [("cluster id", &cluster_id, 1), ("node name", &node_name, 0), ("installation", &installation, 0)]
+    {
         if text.len() < least || text.len() > OWNER || text.chars().any(char::is_control) {
             return Err(Error::invalid(format!("the owner's {what} is invalid: {:?}", clipped(text, 80))));
         }
     }
-    Ok(Owner { cluster_id, node_name })
+    Ok(Owner { cluster_id, node_name, installation })
 }
 
 pub(crate) fn disk_to(disk: &DiskRequest) -> wire::Disk {

@@ -18,7 +18,7 @@ use crate::Owner;
 const WHO: &str = "external provider shelf";
 
 fn owner() -> Owner {
-    Owner { cluster_id: "c".into(), node_name: "n".into() }
+    Owner { cluster_id: "c".into(), node_name: "n".into(), installation: "i".into() }
 }
 
 /// Returns a request with every field filled.

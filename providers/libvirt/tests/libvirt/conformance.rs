@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use common::{Place, request};
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{CreateRequest, InstanceId, Provider};
+use peerpod_provider_api::{CreateRequest, InstanceId, Owner, Provider};
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::libvirtd::POOL;
 
@@ -61,7 +61,9 @@ impl Harness for Libvirt {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(Arc::new(LibvirtProvider::new(self.place.config(&[]), "cluster", "another-node")))
+        // Another cluster with equal names.
+        let owner = Owner { installation: "another".to_owned(), ..common::owner("node") };
+        Some(Arc::new(LibvirtProvider::new(self.place.config(&[]), owner)))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {

@@ -424,7 +424,7 @@ fn the_node_that_works() {
     let Ok(flags) = std::env::var("PEERPOD_TEST_SETTINGS") else { return };
     let flags =
         flags.lines().filter_map(|line| line.split_once('=')).map(|(key, value)| (key.into(), value.into()));
-    let provider = LibvirtProvider::new(common::config(flags.collect()).unwrap(), "cluster", "node");
+    let provider = LibvirtProvider::new(common::config(flags.collect()).unwrap(), common::owner("node"));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {
         for round in 0.. {

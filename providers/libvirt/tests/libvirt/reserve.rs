@@ -69,7 +69,7 @@ async fn two_nodes_never_reserve_one_address_and_a_full_range_blocks_no_vm() {
     make_network(&place, "small", &small_range(), "");
     let node = |node: &str| {
         let config = place.config(&[("network", "small")]);
-        Arc::new(LibvirtProvider::new(config, "cluster", node))
+        Arc::new(LibvirtProvider::new(config, common::owner(node)))
     };
     let (one, two) = (node("one"), node("two"));
     let creates = (0..SMALL).map(|number| {

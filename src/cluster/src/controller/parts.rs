@@ -64,9 +64,13 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Opens the provider, and registers the metrics once.
-    pub(super) async fn open(settings: Settings, registry: &mut Registry) -> anyhow::Result<Parts> {
-        let vms = Vms::open(settings.vms, settings.provider, registry).await?;
+    /// Opens the provider for the VMs of this installation, and registers the metrics once.
+    pub(super) async fn open(
+        settings: Settings,
+        installation: String,
+        registry: &mut Registry,
+    ) -> anyhow::Result<Parts> {
+        let vms = Vms::open(settings.vms, settings.provider, installation, registry).await?;
         let secrets = settings.secrets.map(|config| (config, secrets::Metrics::register(registry)));
         Ok(Parts { vms, rollout: settings.rollout, secrets })
     }

@@ -35,9 +35,9 @@
 //! *A PeerPod of a node that is gone*, Node object and heartbeat, for `NODE_GONE_GRACE`. It is deleted,
 //! which leads to the finalizer; its pod is no longer a reason to wait.
 //!
-//! Rights: peerpods (get, list, watch, delete, patch), peerpods/status (patch), pods (get, list), nodes (get, list),
-//! Leases of the controller's namespace (get, list, create, update, delete), events.k8s.io events (create, patch). May
-//! touch: those, and the provider's `list_owned` and `delete`.
+//! Rights: namespace kube-system (get), peerpods (get, list, watch, delete, patch), peerpods/status (patch), pods (get,
+//! list), nodes (get, list), Leases of the controller's namespace (get, list, create, update, delete), events.k8s.io
+//! events (create, patch). May touch: those, and the provider's `list_owned` and `delete`.
 
 mod backoff;
 mod config;
@@ -74,10 +74,11 @@ impl Vms {
     pub(super) async fn open(
         config: VmsConfig,
         provider: peerpod_providers::Settings,
+        installation: String,
         registry: &mut Registry,
     ) -> anyhow::Result<Arc<Vms>> {
         let kind = provider.kind().to_owned();
-        let provider = provider.open().await?;
+        let provider = provider.open(installation).await?;
         // The parts repeat failed calls: the object shows the provider's reason, and other objects get their turn
         // meanwhile.
         let treated = DecoratorConfig { call_deadline: config.call_timeout, retry_for: Duration::ZERO };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use peerpod_base::config::{Reader, Sources};
-use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Provider, Size};
+use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner, Provider, Size};
 use peerpod_provider_aws::{AwsConfig, AwsProvider};
 use peerpod_test_ec2::{Proxy, REGION, xml};
 use tokio::time::Instant;
@@ -94,13 +94,13 @@ impl Cloud {
 
     /// Provider of the given node.
     pub fn provider_of(&self, node: &str, settings: &[(&str, &str)]) -> Arc<AwsProvider> {
-        Arc::new(AwsProvider::new(self.config(settings), "c", node))
+        Arc::new(AwsProvider::new(self.config(settings), owner(node)))
     }
 
     /// Provider as in the cluster's controller: with credentials and a region only.
     pub fn collector(&self) -> Arc<AwsProvider> {
         let config = self.read(&[("image-id", ""), ("subnet-ids", ""), ("security-group-ids", "")], false);
-        Arc::new(AwsProvider::new(config, "c", ""))
+        Arc::new(AwsProvider::new(config, owner("")))
     }
 
     /// Ids of the VMs that moto lists.
@@ -124,6 +124,11 @@ impl Cloud {
             self.proxy.ask("CreateVolume", &[("AvailabilityZone", zone), ("Size", "1")]).await.unwrap();
         xml::value(&answer, "volumeId").unwrap().to_owned()
     }
+}
+
+/// Owner of a node's VMs.
+pub fn owner(node: &str) -> Owner {
+    Owner { cluster_id: "c".to_owned(), node_name: node.to_owned(), installation: "i".to_owned() }
 }
 
 /// Request that any of the types meets.

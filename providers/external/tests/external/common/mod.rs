@@ -62,7 +62,7 @@ impl Drop for Folder {
 }
 
 pub fn owner(node: &str) -> Owner {
-    Owner { cluster_id: "test".into(), node_name: node.into() }
+    Owner { cluster_id: "test".into(), node_name: node.into(), installation: "i".into() }
 }
 
 /// Longest wait of a test for a condition.

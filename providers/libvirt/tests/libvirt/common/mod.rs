@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use peerpod_base::config::{Reader, Sources};
 use peerpod_provider_api::{
-    CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Size,
+    CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner, Provider, Size,
 };
 use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
 use peerpod_world::{Libvirtd, World, libvirtd};
@@ -22,6 +22,11 @@ pub struct Place {
     pub image: PathBuf,
     // Last field: its drop removes the remains of the others.
     pub world: World,
+}
+
+/// Owner of a node's VMs.
+pub fn owner(node: &str) -> Owner {
+    Owner { cluster_id: "cluster".to_owned(), node_name: node.to_owned(), installation: "i".to_owned() }
 }
 
 impl Place {
@@ -73,7 +78,7 @@ impl Place {
     }
 
     pub fn provider_with(&self, more: &[(&str, &str)]) -> Arc<LibvirtProvider> {
-        Arc::new(LibvirtProvider::new(self.config(more), "cluster", "node"))
+        Arc::new(LibvirtProvider::new(self.config(more), owner("node")))
     }
 
     /// Ids of the QEMU processes of this world's node.

@@ -27,10 +27,10 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Whether the node may have VMs with guests.
-    pub(crate) fn may_have_guests(&self) -> bool {
-        let is_alive = |record: &Record| record.phase != Phase::Gone;
-        self.records.iter().any(is_alive) || !self.unread.is_empty() || !self.unread_batches.is_empty()
+    /// Whether a VM of this node may exist, as far as the state directory shows.
+    pub(crate) fn may_have_vms(&self) -> bool {
+        let unread = !self.unread.is_empty() || !self.unread_batches.is_empty();
+        unread || !self.batches.is_empty() || self.records.iter().any(|record| record.phase != Phase::Gone)
     }
 }
 

@@ -56,6 +56,7 @@ impl World {
         // Exactly the rights in the module's documentation.
         let ours = "confidentialcontainers.org";
         let rules = vec![
+            peerpod_test_kube::cluster_uid(),
             rule(ours, &["peerpods"], &["get", "list", "watch", "delete", "patch"]),
             rule(ours, &["peerpods/status"], &["patch"]),
             rule("", &["pods", "nodes"], &["get", "list"]),

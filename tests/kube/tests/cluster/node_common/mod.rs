@@ -53,6 +53,7 @@ fn rights() -> Vec<Rule> {
     };
     let ours = "confidentialcontainers.org";
     vec![
+        peerpod_test_kube::cluster_uid(),
         rule("", &["nodes"], &["get", "list", "watch", "patch"]),
         rule("", &["nodes/status"], &["patch"]),
         rule("", &["pods"], &["list", "watch"]),

@@ -62,6 +62,7 @@ pub(crate) async fn controller_account(cluster: &Cluster, namespace: &str) {
         ..Rule::default()
     };
     let rules = vec![
+        peerpod_test_kube::cluster_uid(),
         rule("authentication.k8s.io", "tokenreviews", &["create"]),
         rule("", "pods", &["get"]),
         rule("", "serviceaccounts", &["get"]),

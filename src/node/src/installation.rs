@@ -1,0 +1,108 @@
+//! Finds the id of this installation, which marks VMs beside the names of cluster and node: two clusters may have equal
+//! names. In a cluster it is the UID of the namespace `kube-system`; elsewhere it is random and made once. May touch
+//! `installation.json` in the state folder.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use peerpod_common::files;
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+
+use crate::cluster::Cluster;
+
+const FILE: &str = "installation.json";
+const VERSION: u32 = 1;
+/// Size limit of the file.
+const MOST: u64 = 4096;
+/// Pause between two requests to an API server that is away.
+const RETRY: Duration = Duration::from_secs(2);
+
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    version: u32,
+    id: String,
+}
+
+/// Returns the id, and keeps it. A kept id stands while this node may have VMs, because they carry it: such a start
+/// needs no API server. Otherwise the cluster's answer replaces it. Only a start without a kept id waits for the answer.
+pub(crate) async fn find(state_dir: &Path, may_have_vms: bool, cluster: Option<&Cluster>) -> Result<String> {
+    let file = state_dir.join(FILE);
+    let kept = read(&file)?;
+    let id = match (kept, cluster) {
+        (Some(id), None) => return Ok(id),
+        (Some(id), Some(_)) if may_have_vms => return Ok(id),
+        (None, None) => random()?,
+        (kept, Some(cluster)) => of_cluster(cluster, kept).await,
+    };
+    let content = serde_json::to_vec(&Kept { version: VERSION, id: id.clone() })?;
+    files::write(&file, &content).with_context(|| format!("write {}", file.display()))?;
+    Ok(id)
+}
+
+async fn of_cluster(cluster: &Cluster, kept: Option<String>) -> String {
+    let mut said = false;
+    loop {
+        let error = match cluster.uid().await {
+            Ok(uid) => return uid,
+            Err(error) => error,
+        };
+        if let Some(kept) = kept {
+            warn!(%error, "cannot read the id of the cluster; the kept one stands");
+            return kept;
+        }
+        if !std::mem::replace(&mut said, true) {
+            warn!(%error, "cannot read the id of the cluster, which marks this node's VMs; trying again");
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+fn read(file: &Path) -> Result<Option<String>> {
+    let remedy = || {
+        format!(
+            "read {}: restore it; if this node has no VM, remove it, and the node makes another id",
+            file.display()
+        )
+    };
+    let Some(bytes) = files::read(file, MOST).with_context(remedy)? else { return Ok(None) };
+    let Kept { version, id } = serde_json::from_slice(&bytes).with_context(remedy)?;
+    if version != VERSION || id.is_empty() {
+        bail!("{}: version {version}, and this program knows {VERSION}", remedy());
+    }
+    Ok(Some(id))
+}
+
+fn random() -> Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).context("make a random id of this installation")?;
+    Ok(hex::encode(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_id_outside_a_cluster_is_made_once_and_differs_elsewhere() {
+        let dir = |name: &str| std::env::temp_dir().join(format!("peerpod-id-{name}-{}", std::process::id()));
+        let (one, other) = (dir("one"), dir("other"));
+        for dir in [&one, &other] {
+            std::fs::create_dir_all(dir).unwrap();
+        }
+        let id = find(&one, false, None).await.unwrap();
+        assert_eq!(id.len(), 32);
+        assert_eq!(find(&one, false, None).await.unwrap(), id);
+        assert_eq!(find(&one, true, None).await.unwrap(), id);
+        assert_ne!(find(&other, false, None).await.unwrap(), id);
+        for bad in ["", "{}", r#"{"version":2,"id":"x"}"#, r#"{"version":1,"id":""}"#] {
+            std::fs::write(one.join(FILE), bad).unwrap();
+            let error = format!("{:#}", find(&one, false, None).await.unwrap_err());
+            assert!(error.contains(FILE) && error.contains("restore it"), "{error}");
+        }
+        for dir in [one, other] {
+            std::fs::remove_dir_all(dir).unwrap();
+        }
+    }
+}
