@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use peerpod_common::files;
 use serde::{Deserialize, Serialize};
+use tokio::time::{sleep, timeout};
 use tracing::warn;
 
 use crate::cluster::Cluster;
@@ -16,6 +17,8 @@ const FILE: &str = "installation.json";
 const VERSION: u32 = 1;
 /// Size limit of the file.
 const MOST: u64 = 4096;
+/// Time for the cluster's answer where an id is kept.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Pause between two requests to an API server that is away.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -42,20 +45,23 @@ pub(crate) async fn find(state_dir: &Path, may_have_vms: bool, cluster: Option<&
 }
 
 async fn of_cluster(cluster: &Cluster, kept: Option<String>) -> String {
+    if let Some(kept) = kept {
+        return match timeout(PATIENCE, cluster.uid()).await {
+            Ok(Ok(uid)) => uid,
+            Ok(Err(_)) | Err(_) => kept,
+        };
+    }
     let mut said = false;
     loop {
-        let error = match cluster.uid().await {
+        match cluster.uid().await {
             Ok(uid) => return uid,
-            Err(error) => error,
-        };
-        if let Some(kept) = kept {
-            warn!(%error, "cannot read the id of the cluster; the kept one stands");
-            return kept;
+            Err(error) if !said => {
+                warn!(%error, "cannot read the id of the cluster, which marks this node's VMs; trying again");
+                said = true;
+            }
+            Err(_) => {}
         }
-        if !std::mem::replace(&mut said, true) {
-            warn!(%error, "cannot read the id of the cluster, which marks this node's VMs; trying again");
-        }
-        tokio::time::sleep(RETRY).await;
+        sleep(RETRY).await;
     }
 }
 

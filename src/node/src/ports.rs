@@ -26,7 +26,7 @@ use tokio::sync::watch;
 use zeroize::Zeroizing;
 
 use crate::cluster::show::About;
-use crate::cluster::{Cluster, Shown};
+use crate::cluster::{Cluster, Recorded, Shown};
 use crate::ledger::{self, Batch, Ledger, NetnsRef, Network, Record};
 use crate::localhost::Localhost;
 use crate::registries::Registries;
@@ -502,6 +502,11 @@ impl Kubernetes for NodeCluster {
         if let Some((cluster, shown)) = self.shown(record) {
             drop(cluster.show(shown)); // no caller waits for the write
         }
+    }
+
+    async fn recorded(&self) -> Result<Vec<Recorded>, String> {
+        let Some((cluster, _)) = &self.cluster else { return Ok(Vec::new()) };
+        cluster.recorded().await.map_err(|error| error.to_string())
     }
 
     fn tell(&self, pod: &PodRef, said: PodEvent) {

@@ -5,12 +5,11 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use peerpod_provider_api::{IdempotencyKey, Owned};
 use tracing::{info, warn};
 
 use crate::cluster::{Cluster, Recorded};
 use crate::sandbox::Sandboxes;
-use crate::sandbox::phase::{MAX_ATTEMPTS, Phase};
+use crate::sandbox::phase::Phase;
 use crate::spec::SandboxId;
 
 const EVERY: Duration = Duration::from_secs(600);
@@ -58,9 +57,8 @@ async fn pass(
     }
     let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
     for object in strange {
-        // A sandbox created meanwhile is in the table now. The orphan search deletes a VM without a record first.
-        if phase(table, &object.sandbox).is_none()
-            && !owned.iter().any(|vm| may_be_its(vm, &object, cluster_id))
+        // A sandbox created meanwhile is in the table now. The search for orphans keeps a VM without a record, too.
+        if phase(table, &object.sandbox).is_none() && !owned.iter().any(|vm| object.may_have(vm, cluster_id))
         {
             remove(cluster, &object, "its sandbox is unknown, and the provider has no VM for it");
         }
@@ -71,16 +69,6 @@ async fn pass(
 fn phase(table: &Sandboxes, sandbox: &str) -> Option<Phase> {
     let id: SandboxId = sandbox.parse().ok()?;
     Some(table.view(&id)?.borrow().phase.clone())
-}
-
-/// Whether the VM may belong to the PeerPod. A VM that lost its key may belong to any sandbox.
-fn may_be_its(vm: &Owned, object: &Recorded, cluster_id: &str) -> bool {
-    let Some(key) = &vm.key else { return true };
-    let attempts =
-        (0..MAX_ATTEMPTS).map(|attempt| IdempotencyKey::derive(cluster_id, &object.sandbox, attempt));
-    object.instance.as_deref() == Some(vm.id.as_str())
-        || object.key.as_deref() == Some(key.as_str())
-        || attempts.into_iter().any(|other| other == *key)
 }
 
 fn remove(cluster: &Cluster, object: &Recorded, why: &str) {

@@ -6,6 +6,7 @@
 
 use super::common;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use futures_util::{StreamExt, stream};
 use peerpod_client::{Annotations, Error, ShimClient};
 use peerpod_test_ec2::{Fault, Proxy, ec2_bucket};
 use peerpod_tests::{Dice, fresh_id, report, sample, stop_in_time};
-use peerpod_world::{Daemons, Settings, World, eventually, many};
+use peerpod_world::{Daemons, Settings, World, binary, eventually, many};
 use serde_json::json;
 
 /// Longest wait for anything that EC2's buckets do not delay.
@@ -400,4 +401,69 @@ async fn a_refusal_of_ec2_reaches_the_pods_error() {
         }
     }
     assert!(node.cloud.machines().await.is_empty());
+}
+
+/// Runs a second node with the same names of cluster and node and a state folder of its own, as of another cluster in
+/// the same account. It deletes its own orphan, and no VM of the first node.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_installations_with_equal_names_leave_each_others_vms_alone() {
+    let node = Node::start(|settings| settings.set("node.orphan-grace", "1ms")).await;
+    let pods = node.pods(2);
+    node.answered(node.create(&pods)).await;
+    let vms: BTreeSet<String> = node.all_located(&pods).await.into_values().collect();
+    let other = node.world.folder().join("other");
+    let start = || {
+        let (state, run) = (other.join("state"), other.join("run"));
+        let arguments = [
+            OsStr::new("--config"),
+            node.daemons.config().as_os_str(),
+            OsStr::new("--paths.state-dir"),
+            state.as_os_str(),
+            OsStr::new("--paths.run-dir"),
+            run.as_os_str(),
+            OsStr::new("--node.admin-listen"),
+            OsStr::new("127.0.0.1:15163"),
+        ];
+        let log = node.world.folder().join("other.log");
+        Ended(node.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &log).unwrap())
+    };
+    let first = start();
+    let installation = node
+        .until("the other one's id", || async {
+            let kept = std::fs::read(other.join("state/installation.json")).ok()?;
+            let kept: serde_json::Value = serde_json::from_slice(&kept).ok()?;
+            Some(kept["id"].as_str()?.to_owned())
+        })
+        .await;
+    drop(first);
+    let seen = node.cloud.proxy.boto3("describe_instances", &json!({})).await.unwrap();
+    let made = &seen["Reservations"][0]["Instances"][0];
+    let tag = |key: &str| {
+        let all = made["Tags"].as_array().unwrap();
+        all.iter().find(|tag| tag["Key"] == key).unwrap()["Value"].clone()
+    };
+    let tags = json!([
+        {"Key": "peerpod.cluster", "Value": tag("peerpod.cluster")},
+        {"Key": "peerpod.node", "Value": tag("peerpod.node")},
+        {"Key": "peerpod.installation", "Value": installation},
+    ]);
+    let orphan = json!({"ImageId": made["ImageId"], "MinCount": 1, "MaxCount": 1,
+        "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}]});
+    node.cloud.proxy.boto3("run_instances", &orphan).await.unwrap();
+    assert_eq!(node.witnessed().await.len(), 3);
+    let second = start();
+    node.until("its orphan is gone", || async { (node.witnessed().await.len() < 3).then_some(()) }).await;
+    assert_eq!(node.witnessed().await, vms);
+    drop(second);
+    node.stop(&pods).await;
+}
+
+/// A process that ends with the test.
+struct Ended(std::process::Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
 }

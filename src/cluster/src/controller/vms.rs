@@ -26,8 +26,9 @@
 //!
 //! *A VM of the provider's list that no PeerPod names*, by id or by key (`orphan`). It is deleted when all of these
 //! have held for `ORPHAN_GRACE`, as one leader saw them by its own clock:
-//! 1. Its node is known, and once ran in this cluster (its heartbeat's Lease exists). A VM of another cluster with the
-//!    same cluster-id has no such Lease, and is never touched.
+//! 1. Its node is known, and once ran in this cluster (its heartbeat's Lease exists). A VM of another cluster has no
+//!    such Lease, and is never touched. The list does not contain it, unless an earlier release made it under the same
+//!    cluster-id.
 //! 2. That heartbeat was not renewed. A node that is alive compares the provider's list with its ledger itself. A node
 //!    that cannot reach the API server may have made VMs before their records are written.
 //! 3. The Node object is gone, or no pod with a RuntimeClass is bound to it: no pod is left that could run in the VM.

@@ -16,6 +16,7 @@ use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
 use parking_lot::Mutex;
 use peerpod_kube::client::Error;
 use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodStatus};
+use peerpod_provider_api::{IdempotencyKey, Owned};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -27,6 +28,8 @@ use super::pods::Reflector;
 use super::queue::{Done, Queue};
 use super::show::Shown;
 use crate::metrics::Metrics;
+use crate::sandbox::phase::MAX_ATTEMPTS;
+use crate::spec::PodRef;
 
 /// Field manager name of this program's fields.
 const MANAGER: &str = "peerpod-node";
@@ -46,9 +49,23 @@ type Key = (String, String);
 pub(crate) struct Recorded {
     pub namespace: String,
     pub name: String,
+    /// Its pod; `None`: it was not known when the PeerPod was written.
+    pub pod: Option<PodRef>,
     pub sandbox: String,
     pub instance: Option<String>,
     pub key: Option<String>,
+}
+
+impl Recorded {
+    /// Whether the VM may belong to this PeerPod. A VM that lost its key may belong to any sandbox.
+    pub(crate) fn may_have(&self, vm: &Owned, cluster_id: &str) -> bool {
+        let Some(key) = &vm.key else { return true };
+        let mut attempts =
+            (0..MAX_ATTEMPTS).map(|attempt| IdempotencyKey::derive(cluster_id, &self.sandbox, attempt));
+        self.instance.as_deref() == Some(vm.id.as_str())
+            || self.key.as_deref() == Some(key.as_str())
+            || attempts.any(|other| other == *key)
+    }
 }
 
 /// Desired object; `None`: the VM is gone, so the object must go.
@@ -349,8 +366,16 @@ impl Writer {
             params.continue_token = after;
             let page = self.0.calls.call("list", what.clone(), api.list(&params)).await?;
             found.extend(page.items.into_iter().filter_map(|object| {
+                let namespace = object.metadata.namespace?;
+                let owners = object.metadata.owner_references.unwrap_or_default();
+                let pod = owners.into_iter().find(|owner| owner.kind == "Pod").map(|owner| PodRef {
+                    namespace: namespace.clone(),
+                    name: owner.name,
+                    uid: Some(owner.uid),
+                });
                 Some(Recorded {
-                    namespace: object.metadata.namespace?,
+                    pod,
+                    namespace,
                     name: object.metadata.name?,
                     sandbox: object.spec.sandbox_id?,
                     instance: object.spec.instance_id,

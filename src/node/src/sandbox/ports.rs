@@ -18,6 +18,7 @@ use peerpod_provider_api::{
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
+use crate::cluster::Recorded;
 use crate::ledger::{self, Batch, NetnsRef, Network, Record};
 use crate::spec::{PodRef, SandboxId};
 use crate::trust::{Signed, Ticket};
@@ -324,6 +325,9 @@ pub(crate) trait Kubernetes: Send + Sync + 'static {
 
     /// Publishes the sandbox's present state in the cluster, or removes it once the sandbox is gone. Does not wait.
     fn show(&self, record: &Record);
+
+    /// Lists the PeerPods of this node; none outside a cluster.
+    async fn recorded(&self) -> Result<Vec<Recorded>, String>;
 
     /// Posts an Event on the pod. Does not wait.
     fn tell(&self, pod: &PodRef, said: PodEvent);

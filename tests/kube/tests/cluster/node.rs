@@ -34,6 +34,7 @@ async fn status_and_events_show_the_real_state() {
     capacity_that_is_lost_comes_back(&rig).await;
     pods_of_one_name_are_told_apart(&rig).await;
     kills_around_the_create_leave_nothing(&mut rig).await;
+    an_emptied_ledger_costs_no_pod_its_vm(&mut rig).await;
     a_rolling_update_keeps_the_capacity(&mut rig).await;
     a_node_that_is_to_have_no_peer_pods_loses_the_capacity(&mut rig).await;
 }
@@ -133,6 +134,33 @@ async fn what_is_refused_is_said_on_the_pod(rig: &Rig) {
     assert!(text.contains("hostNetwork") && text.contains("runtimeClassName"), "{text}");
     rig.delete_pod("host-network");
     assert!(rig.peerpods().await.is_empty(), "nothing was begun");
+}
+
+/// Empties the ledger under a running pod. The node reports the VM, and deletes it after the pod's stop.
+async fn an_emptied_ledger_costs_no_pod_its_vm(rig: &mut Rig) {
+    let uid = rig.pod("forgotten");
+    let running = rig.run("forgotten").await;
+    rig.exactly(&[("forgotten", &running)]).await;
+    let vm = vm_in(&rig.daemons, &running.id).unwrap();
+    rig.daemons.kill_node().unwrap();
+    for entry in std::fs::read_dir(rig.daemons.state_dir().join("sandboxes")).unwrap() {
+        std::fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    let (text, _) = rig.event(&uid, "RecordLost").await;
+    assert!(text.contains(&vm), "{text}");
+    assert_eq!(vms(&rig.daemons), [vm]);
+    stop_in_time(&running.shim, &running.id).await.unwrap();
+    wait_for("its VM to go", LIMIT, async || Ok(vms(&rig.daemons).is_empty().then_some(())))
+        .await
+        .unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()));
+    rig.delete_pod("forgotten");
+    // A start compares the PeerPods with the tombstones.
+    rig.daemons.kill_node().unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    rig.exactly(&[]).await;
 }
 
 async fn a_vm_that_dies_is_said_on_the_pod(rig: &Rig) {

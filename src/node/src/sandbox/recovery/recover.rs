@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
+use crate::cluster::Recorded;
 use crate::ledger::{Batch, Note, Record};
 use crate::sandbox::Sandboxes;
 use crate::sandbox::error::Error;
 use crate::sandbox::lifecycle::{MAX_ATTEMPTS, Phase, PhaseEvent, Stop, next};
+use crate::sandbox::ports::PodEvent;
 use crate::sandbox::vm::batch::Claimed;
 use crate::spec::SandboxId;
 
@@ -79,9 +81,13 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
     Ok(record)
 }
 
-/// Deletes VMs of this node that no record claims, after two passes, some time apart, have found them.
+/// Deletes VMs of this node that no record claims, after two passes, some time apart, have found them. A VM that a
+/// PeerPod of an unknown sandbox names is only reported: the ledger was lost, and a pod may run in the VM. It is deleted
+/// after the stop of that sandbox, which leaves a tombstone.
 pub(crate) struct Orphans {
     suspects: HashMap<InstanceId, Instant>,
+    /// VMs that have been reported.
+    reported: HashSet<InstanceId>,
     /// Sandboxes with an unreadable record: their VMs may be in use.
     protected: Vec<SandboxId>,
     /// Batches with an unreadable file: their VMs may be in use, too.
@@ -92,7 +98,7 @@ pub(crate) struct Orphans {
 impl Orphans {
     /// Spares the VMs of `protected` sandboxes and of `batches`, and those that were unclaimed for less than `grace`.
     pub(crate) fn new(protected: Vec<SandboxId>, batches: Vec<String>, grace: Duration) -> Orphans {
-        Orphans { suspects: HashMap::new(), protected, batches, grace }
+        Orphans { suspects: HashMap::new(), reported: HashSet::new(), protected, batches, grace }
     }
 
     /// Runs a pass at every interval, forever.
@@ -116,18 +122,30 @@ impl Orphans {
         // The list is fetched first, so that a VM that is claimed meanwhile counts as claimed.
         let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
         let unclaimed = self.unclaimed(&owned, table);
-        self.suspects.retain(|id, _| unclaimed.contains(id));
-        let mut deleted = 0;
-        for id in unclaimed {
+        self.suspects.retain(|id, _| unclaimed.iter().any(|vm| vm.id == *id));
+        self.reported.retain(|id| unclaimed.iter().any(|vm| vm.id == *id));
+        let (mut deleted, mut unknown) = (0, None::<Vec<Recorded>>);
+        for vm in unclaimed {
+            let id = &vm.id;
             let since = *self.suspects.entry(id.clone()).or_insert_with(Instant::now);
             if since.elapsed() < self.grace {
                 continue;
             }
+            if unknown.is_none() {
+                unknown = Some(unknown_peerpods(table).await?);
+            }
+            let may_run = vm.state != OwnedState::Ended;
+            let mut named = unknown.iter().flatten();
+            let named = named.find(|one| may_run && one.may_have(vm, &table.0.settings.cluster_id));
+            if let Some(peerpod) = named {
+                self.report(table, id, peerpod);
+                continue;
+            }
             warn!(vm = %id, "no sandbox owns this VM of the node; deleting it");
-            match table.0.ports.cloud.delete(&id).await {
+            match table.0.ports.cloud.delete(id).await {
                 Ok(()) => {
                     deleted += 1;
-                    self.suspects.remove(&id);
+                    self.suspects.remove(id);
                     table.0.metrics.sandboxes.orphans.inc();
                 }
                 Err(error) => warn!(vm = %id, %error, "cannot delete the VM; trying again"),
@@ -136,7 +154,22 @@ impl Orphans {
         Ok(deleted)
     }
 
-    fn unclaimed(&self, owned: &[Owned], table: &Sandboxes) -> Vec<InstanceId> {
+    fn report(&mut self, table: &Sandboxes, vm: &InstanceId, peerpod: &Recorded) {
+        if !self.reported.insert(vm.clone()) {
+            return;
+        }
+        let Recorded { namespace, name, sandbox, pod, .. } = peerpod;
+        let text = format!(
+            "PeerPod {namespace}/{name} names VM {vm}, and this node's ledger has no record of its sandbox: the VM is kept \
+             without a node that manages it; delete the pod, and the VM is deleted with it"
+        );
+        error!(%vm, sandbox, "{text}");
+        if let Some(pod) = pod {
+            table.0.ports.kubernetes.tell(pod, PodEvent { reason: "RecordLost", text });
+        }
+    }
+
+    fn unclaimed<'o>(&self, owned: &'o [Owned], table: &Sandboxes) -> Vec<&'o Owned> {
         let key = |id: &SandboxId, attempt| {
             IdempotencyKey::derive(&table.0.settings.cluster_id, id.as_str(), attempt)
         };
@@ -176,6 +209,13 @@ impl Orphans {
             };
             vm.state != OwnedState::Deleting && !vms.contains(&vm.id) && !by_key
         });
-        unclaimed.map(|vm| vm.id.clone()).collect()
+        unclaimed.collect()
     }
+}
+
+/// Returns the PeerPods of this node with a sandbox that the table does not know, not even as a tombstone.
+async fn unknown_peerpods(table: &Sandboxes) -> Result<Vec<Recorded>, String> {
+    let mut peerpods = table.0.ports.kubernetes.recorded().await?;
+    peerpods.retain(|one| one.sandbox.parse::<SandboxId>().map_or(true, |id| table.view(&id).is_none()));
+    Ok(peerpods)
 }

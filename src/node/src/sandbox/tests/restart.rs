@@ -9,10 +9,12 @@ use sha2::{Digest, Sha256};
 
 use super::node::*;
 use super::world::*;
+use crate::cluster::Recorded;
 use crate::ledger::{Inbox, Ledger};
 use crate::rpc;
 use crate::sandbox::ports::Trusted;
 use crate::sandbox::{ClaimRefused, Error, Orphans, Stop};
+use crate::spec::PodRef;
 
 fn note(dir: &Dir, name: &str) {
     let text = format!(r#"{{"version":1,"op":"stop","id":"{name}","at_ms":1}}"#);
@@ -208,6 +210,44 @@ async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
     assert_eq!(world.vms(), 2);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_emptied_ledger_keeps_the_vms_that_peerpods_name() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    for name in ["a", "b", "c"] {
+        node.run(name).await;
+    }
+    node.kill().await;
+    for name in ["a", "b", "c"] {
+        fs::remove_file(dir.0.join(format!("sandboxes/{name}.json"))).unwrap();
+    }
+    *world.peerpods.lock().unwrap() = Err("the API server is away".into());
+    let node = Node::start(&world, &dir).await;
+    let mut orphans = Orphans::new(vec![], vec![], Duration::ZERO);
+    let error = orphans.pass(&node.table).await.unwrap_err();
+    assert!(error.contains("away") && world.vms() == 3, "{error}");
+    // One names its VM, the other was written before the VM was made.
+    let peerpod = |sandbox: &str, vm: Option<&str>| Recorded {
+        namespace: "ns".into(),
+        name: format!("of-{sandbox}"),
+        pod: Some(PodRef { namespace: "ns".into(), name: sandbox.into(), uid: Some("u".into()) }),
+        sandbox: sandbox.into(),
+        instance: vm.map(str::to_owned),
+        key: None,
+    };
+    *world.peerpods.lock().unwrap() = Ok(vec![peerpod("a", Some("i-1")), peerpod("b", None)]);
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 1, "no PeerPod names the VM of c");
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
+    let names: Vec<String> = world.state().vms.keys().map(|vm| vm.to_string()).collect();
+    assert_eq!(names, ["i-1", "i-2"]);
+    let said: Vec<_> = world.state().said.iter().map(|(pod, reason, _)| (pod.clone(), *reason)).collect();
+    assert_eq!(said, [("ns/a".to_owned(), "RecordLost"), ("ns/b".to_owned(), "RecordLost")], "each once");
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.table.stop(&id("b"), Stop::Called).await.unwrap();
+    assert_eq!((orphans.pass(&node.table).await.unwrap(), world.vms()), (2, 0), "their pods have ended");
     node.kill().await;
 }
 

@@ -22,6 +22,7 @@ use tokio::sync::{broadcast, watch};
 use tokio::time::Instant;
 use zeroize::Zeroizing;
 
+use crate::cluster::Recorded;
 use crate::ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record};
 use crate::sandbox::ports::{
     Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError, NodeEndpoints,
@@ -151,6 +152,8 @@ pub(super) struct World {
     pub volumes: Mutex<Option<PodVolumes>>,
     pub flush_takes: Mutex<Duration>,
     pub expect_fails: Mutex<Option<CloudError>>,
+    /// PeerPods that the cluster lists, or the API server's error.
+    pub peerpods: Mutex<Result<Vec<Recorded>, String>>,
     pub console_takes: Mutex<Duration>,
     pub console: Mutex<String>,
     pub reserve_fails: Mutex<Option<NetworkError>>,
@@ -256,6 +259,7 @@ impl World {
             volumes: Mutex::default(),
             flush_takes: Mutex::default(),
             expect_fails: Mutex::default(),
+            peerpods: Mutex::new(Ok(Vec::new())),
             console_takes: Mutex::default(),
             console: Mutex::new("kernel panic".into()),
             reserve_fails: Mutex::default(),
@@ -1109,6 +1113,10 @@ impl Kubernetes for Fake {
 
     fn show(&self, record: &Record) {
         self.world.state().shown.insert(record.id.to_string(), record.phase.name().to_owned());
+    }
+
+    async fn recorded(&self) -> Result<Vec<Recorded>, String> {
+        self.world.peerpods.lock().unwrap().clone()
     }
 
     fn tell(&self, pod: &PodRef, said: PodEvent) {
