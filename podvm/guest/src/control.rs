@@ -85,12 +85,13 @@ impl Control {
         Some(reply)
     }
 
-    /// Flushes, and reports its progress to the node meanwhile.
+    /// Flushes, and reports its progress to the node meanwhile. Requests that wait for an earlier flush report nothing.
     async fn flush_and_report(&self, handle: &EndpointHandle) -> Result<(), String> {
-        let mut flush = pin!(self.flush());
+        let _one = self.flushing.lock().await;
+        let mut written = pin!(self.write_back());
         loop {
             tokio::select! {
-                done = &mut flush => return done,
+                done = &mut written => return done,
                 () = sleep(PROGRESS) => {}
             }
             let status = guest::Status { unwritten_bytes: power::unwritten(), ..self.status.report() };
@@ -101,6 +102,11 @@ impl Control {
     /// Writes volumes back and unmounts them.
     pub(crate) async fn flush(&self) -> Result<(), String> {
         let _one = self.flushing.lock().await;
+        self.write_back().await
+    }
+
+    /// The caller must hold `flushing`.
+    async fn write_back(&self) -> Result<(), String> {
         let stage = self.status.begin("flush");
         let problems = tokio::task::spawn_blocking(power::flush).await.map_err(|error| error.to_string())?;
         self.status.done(stage);

@@ -138,8 +138,8 @@ pub enum UserData {
 const MACHINE: &str = "q35";
 /// Number of disks that can be attached to a running VM. A machine has room for 24.
 const HOTPLUG_PORTS: u32 = 8;
-/// Longest wait for a VM with volumes to shut down: a guest's last flush may take 30 s.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(45);
+/// Longest wait for a VM with volumes to shut down: a guest's last flush may take 30 s, and then its systemd 60 s.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(95);
 /// Longest wait for one answer of libvirtd.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 

@@ -64,6 +64,8 @@ impl Shared {
             if unless_absent(libvirt.state(domain).await)?.is_none_or(|state| state.is_off()) {
                 return Ok(());
             }
+            // A VM that still boots discards the button, and a VM that shuts down ignores it. The next check shows an end.
+            drop(libvirt.shut_down(domain).await);
         }
         let waited = self.config.shutdown_timeout;
         tracing::warn!(vm = domain.name, ?waited, "a VM with volumes does not shut down; its power is cut");

@@ -480,10 +480,12 @@ impl Identity for NodeIdentity {
 }
 
 impl NodeCluster {
-    /// Returns the Kubernetes view of this record, and the client that writes it.
+    /// Returns the Kubernetes view of this record, and the client that writes it. The cluster gets times of the wall clock.
     fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
         let (cluster, about) = self.cluster.as_ref()?;
-        Some((cluster, Shown::of(record, about, self.clock.now_ms())?))
+        let wall_ms = |at_ms| self.clock.as_wall_ms(at_ms, SystemTime::now());
+        let record = Record { created_ms: wall_ms(record.created_ms), ..record.clone() };
+        Some((cluster, Shown::of(&record, about, wall_ms(self.clock.now_ms()))?))
     }
 }
 

@@ -24,7 +24,7 @@ use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context::with_duration;
 
 use crate::metrics::Metrics;
-use crate::sandbox::ports::{Guest, Relay};
+use crate::sandbox::ports::{CallError, Guest, Relay};
 use crate::spec::SandboxId;
 
 const DIAL_EVERY: Duration = Duration::from_millis(50);
@@ -197,12 +197,18 @@ impl Relay for RelayClient {
         self.sender(id.as_str()).subscribe()
     }
 
-    async fn call(&self, id: &SandboxId, request: Request, limit: Duration) -> Result<Reply, String> {
+    async fn call(&self, id: &SandboxId, request: Request, limit: Duration) -> Result<Reply, CallError> {
         let stub = self.stub().await?;
         let bytes = request.write_to_bytes().map_err(away)?;
         let request = GuestCallRequest { id: id.to_string(), request: bytes, ..GuestCallRequest::default() };
-        let answer = stub.guest_call(with_duration(limit), &request).await.map_err(away)?;
-        Reply::parse_from_bytes(&answer.reply).map_err(|error| away(format!("the guest's reply: {error}")))
+        let failed = |error: ttrpc::Error| {
+            let not_served =
+                matches!(&error, ttrpc::Error::RpcStatus(status) if status.code() == ttrpc::Code::NOT_FOUND);
+            CallError { text: away(error), not_served }
+        };
+        let answer = stub.guest_call(with_duration(limit), &request).await.map_err(failed)?;
+        let reply = Reply::parse_from_bytes(&answer.reply);
+        Ok(reply.map_err(|error| away(format!("the guest's reply: {error}")))?)
     }
 }
 

@@ -64,7 +64,7 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let fill =
         format!("dd if=/dev/urandom of=/slow/file bs=1M count={late} 2>/dev/null; sha256sum < /slow/file");
     let late_sum = first.shell("main", &fill).await;
-    node.stop(first).await;
+    stop_flushed(&node, first).await;
     clean(&node);
 
     // Another machine has the disks in another order, and finds the data. One disk was enlarged in between.
@@ -79,6 +79,14 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     node.stop(second).await;
     assert_eq!(&raw.read()[..12], b"from outside");
     clean(&node);
+}
+
+/// Stops a pod, and asserts that its flush was complete: the VM's shutdown by ACPI would write the data, too.
+async fn stop_flushed(node: &Node, pod: Running) {
+    let id = pod.id.clone();
+    node.stop(pod).await;
+    let entry = node.daemons.ledger().unwrap().into_iter().find(|entry| entry.id == id).unwrap();
+    assert!(entry.stages().iter().any(|(name, _)| name == "flushed"), "{entry:?}");
 }
 
 /// Limits the speed of the only machine's writes to a disk.

@@ -6,9 +6,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::BytesMut;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, FutureExt};
 use serde::{Deserialize, Serialize};
-use tokio::io::AsyncWrite;
+use tokio::io::{AsyncWrite, Interest};
 use tokio::net::UnixStream;
 use tokio::time::{Duration, Instant};
 
@@ -280,6 +280,14 @@ impl Local {
             Socket::Open(socket) => socket.poll_read_ready(cx).map(drop),
             Socket::Dialling(..) => Poll::Pending,
         }
+    }
+
+    /// Returns whether the other side has ended, without a read; pending while neither bytes nor an end are there.
+    pub(super) fn poll_ended(&self, cx: &mut Context<'_>) -> Poll<bool> {
+        let Socket::Open(socket) = &self.socket else { return Poll::Pending };
+        drop(ready!(socket.poll_read_ready(cx)));
+        let ready = socket.ready(Interest::READABLE).now_or_never();
+        Poll::Ready(ready.is_some_and(|ready| ready.is_ok_and(|ready| ready.is_read_closed())))
     }
 
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {

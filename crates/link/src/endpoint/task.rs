@@ -157,6 +157,8 @@ impl<H: Handler> Task<H> {
             }
         }
         self.dialled.conns = dialled;
+        // The other process has reported a number, from which even the first one here may differ.
+        self.locals.reported = usize::MAX;
     }
 
     /// Stops the endpoint and sends its state. If the receiver is gone, the endpoint continues: nothing would thaw it.

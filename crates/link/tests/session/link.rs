@@ -5,11 +5,14 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use peerpod_link::endpoint::{Limits, LinkEvent, Role};
+use peerpod_link::endpoint::{Endpoint, Limits, LinkEvent, Role};
 use peerpod_link::record::{self, Hello, RecordKind, SessionId};
-use support::{AGAIN, DEADLINE, ECHO, LOST, OVER, Options, Pair, answer, call, end, request, until};
+use support::{
+    AGAIN, DEADLINE, ECHO, LOST, OVER, Options, Pair, TestHandler, answer, call, end, request, until,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 /// Returns the bytes of a long transfer at a position.
@@ -238,6 +241,50 @@ async fn while_the_link_is_away_a_connection_waits() {
         assert_eq!((header.stream, body == frame[10..]), (2 * at + 1, true));
     }
     assert_eq!(pair.relay.stats().sessions_lost, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_the_link_is_away_the_end_of_a_connection_is_noticed() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let to = listener.local_addr().unwrap();
+    let relay = end(Role::Relay, None, Limits::default());
+    support::accept(listener, relay.handle.clone(), None);
+    let dir = support::Dir::new();
+    let path = dir.join("agent.sock");
+    tokio::spawn(support::agent(UnixListener::bind(&path).unwrap()));
+    let guest = end(Role::Guest, Some(path), Limits::default());
+    support::dial(to, guest.handle.clone(), guest.down, None);
+    let connect = || {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        relay.handle.adopt(theirs);
+        ours
+    };
+    let (mut used, mut waits) = (connect(), connect());
+    timeout(DEADLINE, call(&mut used, &request(1, ECHO, 40))).await.unwrap().unwrap();
+    guest.task.abort();
+    until("the relay noticed", || !relay.handle.stats().up).await;
+    until("two connections", || relay.seen.connections.load(SeqCst) == 2).await;
+    waits.write_all(&request(1, ECHO, 40)).await.unwrap();
+    drop(used);
+    until("the used connection ended", || relay.seen.connections.load(SeqCst) == 1).await;
+    drop(waits);
+    until("the connection with an unread call ended", || relay.seen.connections.load(SeqCst) == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_ends_during_a_handover_is_reported_as_ended() {
+    let relay = end(Role::Relay, None, Limits::default());
+    let (client, theirs) = UnixStream::pair().unwrap();
+    relay.handle.adopt(theirs);
+    until("one connection", || relay.seen.connections.load(SeqCst) == 1).await;
+    let frozen = relay.handle.freeze().await.unwrap();
+    drop(client);
+    let (down, _down) = mpsc::unbounded_channel();
+    // The next process continues from the reports of this one.
+    let handler = TestHandler { agent: None, seen: relay.seen.clone(), stay: true, straight: None, down };
+    let (endpoint, _handle) = Endpoint::restore(handler, Limits::default(), frozen).unwrap();
+    tokio::spawn(endpoint.run());
+    until("no connection", || relay.seen.connections.load(SeqCst) == 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

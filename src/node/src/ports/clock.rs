@@ -15,6 +15,7 @@ use crate::sandbox::ports::Clock;
 
 const VERSION: u32 = 1;
 const MAX_FILE: u64 = 4096;
+const MINUTE_MS: u64 = 60_000;
 
 /// Base of the clock in one boot of the machine, as on disk.
 #[derive(Serialize, Deserialize)]
@@ -40,13 +41,20 @@ impl NodeClock {
         if let Some(base) = known.filter(|base| base.version == VERSION && base.boot_id == boot_id) {
             return Ok(NodeClock { booted_ms: base.booted_ms });
         }
-        let booted_ms =
-            millis(wall.duration_since(UNIX_EPOCH).unwrap_or_default()).saturating_sub(millis(since_boot()));
+        let booted_ms = millis_since_1970(wall).saturating_sub(millis(since_boot()));
         let base = Base { version: VERSION, boot_id: boot_id.to_owned(), booted_ms };
         // A power cut ends the boot, and this file's use with it.
         files::write_volatile(&file, &serde_json::to_vec(&base)?)
             .with_context(|| format!("write the base of the clock to {}", file.display()))?;
         Ok(NodeClock { booted_ms })
+    }
+
+    /// Converts a time of this clock to the wall clock, which may have been set after the node's start. Whole minutes, so
+    /// that a later conversion gives the same time.
+    pub(crate) fn as_wall_ms(self, at_ms: u64, wall: SystemTime) -> u64 {
+        let (wall_ms, now_ms) = (millis_since_1970(wall), self.now_ms());
+        let step = (wall_ms.abs_diff(now_ms) + MINUTE_MS / 2) / MINUTE_MS * MINUTE_MS;
+        if wall_ms > now_ms { at_ms.saturating_add(step) } else { at_ms.saturating_sub(step) }
     }
 
     pub(crate) fn now(self) -> SystemTime {
@@ -58,6 +66,10 @@ impl Clock for NodeClock {
     fn now_ms(&self) -> u64 {
         self.booted_ms.saturating_add(millis(since_boot()))
     }
+}
+
+fn millis_since_1970(wall: SystemTime) -> u64 {
+    millis(wall.duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 /// Returns the time since boot; a suspended machine counts.
@@ -90,6 +102,11 @@ mod tests {
             let (before, later) = (clock.now(), NodeClock::open(&dir, "boot", wall).unwrap());
             assert!(later.now() >= before && later.now() < before + HOUR, "{later:?}");
             assert!(short.is_expired(later.now()) && !long.is_expired(later.now()), "{later:?}");
+        }
+        // The cluster gets the time that was set.
+        let (now, day) = (clock.now_ms(), millis(DAY));
+        for (wall, at) in [(wall, now), (wall + DAY, now + day), (wall - DAY, now - day)] {
+            assert_eq!(clock.as_wall_ms(now, wall), at);
         }
         // Another boot, and a file that cannot be read, begin anew.
         let rebooted = NodeClock::open(&dir, "another", wall + DAY).unwrap();

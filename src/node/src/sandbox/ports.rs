@@ -288,7 +288,21 @@ pub(crate) trait Relay: Send + Sync + 'static {
     /// Watches the guest's state as the relay reports it.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, String>;
+    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, CallError>;
+}
+
+/// Failure of a call to a guest.
+#[derive(Debug)]
+pub(crate) struct CallError {
+    pub text: String,
+    /// Whether the relay does not serve the sandbox, so that its guest has no link.
+    pub not_served: bool,
+}
+
+impl From<String> for CallError {
+    fn from(text: String) -> CallError {
+        CallError { text, not_served: false }
+    }
 }
 
 /// Port to tickets, certificates, and the endpoints that user-data names.

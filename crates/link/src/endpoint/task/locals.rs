@@ -75,7 +75,7 @@ pub(super) struct Locals {
     pub(super) reported: usize,
     /// Bytes that wait for local sockets, as of the last round.
     pub(super) waiting: usize,
-    /// Time of the next check of connections with a deadline; `None` while there are none.
+    /// Time of the next check of connections with a deadline, or with unread bytes and no link; `None` without such.
     pub(super) look_at: Option<Instant>,
     /// Connection that is read first in this round.
     turn: usize,
@@ -240,8 +240,10 @@ impl<H: Handler> Task<H> {
     }
 
     fn poll_local_read(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
-        // Calls wait in their sockets while there is no link: in the session they are lost with the guest program.
-        if self.link.is_none() {
+        // Calls wait in their sockets while there is no link: in the session they are lost with the guest program. No
+        // caller waits for the last ones of a connection that has ended.
+        let is_linked = self.link.is_some();
+        if !is_linked && !self.has_local_ended(at, cx) {
             return false;
         }
         let Some(local) = self.locals.get_mut(at).filter(|local| local.wants_read()) else { return false };
@@ -250,7 +252,11 @@ impl<H: Handler> Task<H> {
             None => self.session.room_for_new(),
         };
         if room == 0 {
-            return false;
+            let is_over = !is_linked && self.role == Role::Relay;
+            if is_over {
+                self.remove(at, CloseReason::Closed);
+            }
+            return is_over;
         }
         if let (true, Some(stream)) = (local.bulk, local.stream)
             && let Some(moved) = self.read_in_place(at, stream, room.min(READ), cx, scratch)
@@ -280,6 +286,17 @@ impl<H: Handler> Task<H> {
         };
         pool::give(buffer);
         moved
+    }
+
+    /// Returns whether the other side of a connection has ended; bytes of it may still be unread.
+    fn has_local_ended(&mut self, at: usize, cx: &mut Context<'_>) -> bool {
+        let Some(local) = self.locals.get_mut(at) else { return false };
+        let ended = local.poll_ended(cx);
+        if ended == Poll::Ready(false) {
+            // Unread bytes keep the socket readable, so its end wakes no task.
+            self.locals.look_soon();
+        }
+        ended == Poll::Ready(true)
     }
 
     /// Reads the middle of a large frame into the session's log, which saves a copy. `None` = not possible now.

@@ -165,6 +165,14 @@ impl Filter for Pass {
         self.stay
     }
 
+    fn state(&self) -> Option<serde_json::Value> {
+        Some(serde_json::Value::Null)
+    }
+
+    fn restore(&mut self, state: &serde_json::Value) -> bool {
+        state.is_null()
+    }
+
     fn finish(&mut self, local: &mut BytesMut) {
         self.seen.finished.fetch_add(1, SeqCst);
         if self.stay {

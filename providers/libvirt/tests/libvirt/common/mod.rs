@@ -142,13 +142,15 @@ pub fn halt() -> Vec<u8> {
 }
 
 /// Returns a disk with a boot sector that waits for the power button, and then switches the machine off. It writes
-/// [`WATCHES`] to the console first.
+/// [`WATCHES`] to the console first, and discards the first press, as a VM that still boots does.
 pub fn button() -> Vec<u8> {
-    let program: [&[u8]; 6] = [
+    let program: [&[u8]; 8] = [
         &[0xfa],                                                 // cli
         &[0xba, 0x02, 0x06, 0xb8, 0x00, 0x01, 0xef], // out 0x602, 0x100: enables the button's event
         &[0xba, 0xf8, 0x03, 0xb0, WATCHES, 0xee],    // out 0x3f8, WATCHES
         &[0xba, 0x00, 0x06, 0xed, 0xf6, 0xc4, 0x01, 0x74, 0xfa], // in 0x600, until it has the event's bit
+        &[0xb8, 0x00, 0x01, 0xef],                   // out 0x600, 0x100: clears the bit
+        &[0xed, 0xf6, 0xc4, 0x01, 0x74, 0xfa],       // in 0x600, until it has the event's bit again
         &[0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef], // out 0x604, 0x2000: power off
         &[0xf4, 0xeb, 0xfd],                         // hlt, jmp back
     ];

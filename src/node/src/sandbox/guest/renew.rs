@@ -48,7 +48,8 @@ impl Task {
         request.set_rotate(Rotate { trusted_cas: trusted.cas.clone(), certificates, ..Rotate::default() });
         let (ports, id) = (self.ports.clone(), self.record.id.clone());
         self.in_flight.guest.start(async move {
-            let result = ports.relay.call(&id, request, WITHIN).await.map(Box::new);
+            let result = ports.relay.call(&id, request, WITHIN).await;
+            let result = result.map(Box::new).map_err(|error| error.text);
             if asks { Completion::Csr { trusted, result } } else { Completion::Renewed { trusted, result } }
         });
     }

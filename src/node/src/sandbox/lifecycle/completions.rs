@@ -441,7 +441,8 @@ impl Task {
         }
         let failed = pass.errors.join("; ");
         if pass.flush_over {
-            return self.flushed(pass.left, pass.unwritten, failed).await;
+            self.flushed(pass.left, pass.unwritten, failed).await;
+            return Ok(());
         }
         self.end.leaving = Some(pass.left.clone());
         self.publish();
@@ -464,14 +465,13 @@ impl Task {
         self.apply(PhaseEvent::Cleared, |record| record.write_tombstone(now)).await
     }
 
-    /// Records that the flush of the pod's volumes is over. The other steps follow.
-    async fn flushed(
-        &mut self,
-        left: Left,
-        unwritten: Option<String>,
-        failed: String,
-    ) -> Result<(), Unapplied> {
-        self.change(|record| record.end.flush_over = true).await?;
+    /// Records that the flush of the pod's volumes is over. The other steps follow, also if the disk is full: only a crash
+    /// before the next record repeats the flush.
+    async fn flushed(&mut self, left: Left, unwritten: Option<String>, failed: String) {
+        if let Err(error) = self.change(|record| record.end.flush_over = true).await {
+            warn!(%error, "cannot record the end of the flush; the stop goes on");
+            self.record.end.flush_over = true;
+        }
         self.end.leaving = Some(left);
         if !failed.is_empty() {
             warn!(error = failed, "the flush of the pod's volumes is not complete");
@@ -483,7 +483,6 @@ impl Task {
             );
             self.tell("VolumesNotFlushed", text);
         }
-        Ok(())
     }
 
     /// Notes the error of an operation that may be repeated, and pauses before the next try; `false` for a final error.

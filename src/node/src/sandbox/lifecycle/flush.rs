@@ -1,8 +1,8 @@
 //! Makes the guest write its pod's volumes back before its VM is deleted.
 //!
 //! A pod without a writable volume gets one short try. With one, the node waits while the guest reports progress, and
-//! asks again when a lost link is back. It gives up on a guest without progress, on one that needs too long, and on a
-//! VM that has ended.
+//! while the link is lost. It asks again after a restart of the guest program or of the relay. It gives up on a guest
+//! without progress, on one that needs too long, and on a VM that has ended.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -37,7 +37,7 @@ pub(crate) enum FlushPlan {
 
 /// Reason for which a flush is not complete.
 pub(crate) enum Incomplete {
-    /// The guest has answered with this error.
+    /// The guest has answered with this error, or cannot be asked any more.
     Failed(String),
     /// Data of the pod's volumes may be lost.
     GivenUp(String),
@@ -46,7 +46,7 @@ pub(crate) enum Incomplete {
 /// Result of one request.
 enum Answer {
     Done(Result<(), Incomplete>),
-    /// The link or the relay was lost meanwhile.
+    /// The guest program or the relay was replaced meanwhile.
     Again(String),
 }
 
@@ -54,7 +54,7 @@ enum Answer {
 pub(crate) async fn brief(ports: &Ports, id: &SandboxId, limit: Duration) -> Result<(), String> {
     match timeout(limit, ports.relay.call(id, request(), limit)).await {
         Ok(Ok(reply)) => answered(&reply),
-        Ok(Err(error)) => Err(error),
+        Ok(Err(error)) => Err(error.text),
         Err(_) => Err(format!("no answer within {limit:?}")),
     }
 }
@@ -63,45 +63,54 @@ pub(crate) async fn brief(ports: &Ports, id: &SandboxId, limit: Duration) -> Res
 pub(crate) async fn volumes(ports: &Ports, id: &SandboxId, vm: &InstanceId) -> Result<(), Incomplete> {
     let deadline = Instant::now() + LONGEST;
     let mut guest = ports.relay.guest(id);
-    let mut last = "its guest has no link".to_owned();
     loop {
+        // Asked even if the link seems down: the relay may not have reported yet that it is up.
+        let last = match once(ports, id, vm, &mut guest, deadline).await {
+            Answer::Done(result) => return result,
+            Answer::Again(error) => error,
+        };
+        sleep(PAUSE).await;
         tokio::select! {
             () = linked(&mut guest) => {}
-            () = ended(ports, vm) => return Err(Incomplete::GivenUp(format!("the VM has ended: {last}"))),
+            () = ended(ports, vm) => return Err(has_ended(&last)),
             () = sleep_until(deadline) => {
                 return Err(Incomplete::GivenUp(format!("no end within {LONGEST:?}: {last}")));
             }
         }
-        match once(ports, id, &mut guest, deadline).await {
-            Answer::Done(result) => return result,
-            Answer::Again(error) => last = error,
-        }
-        sleep(PAUSE).await;
     }
 }
 
-/// Makes one request, and waits for its answer while the guest reports progress.
+/// Makes one request, and waits for its answer while the guest reports progress. The request outlives the link: the
+/// relay fails it when the guest program is another one.
 async fn once(
     ports: &Ports,
     id: &SandboxId,
+    vm: &InstanceId,
     guest: &mut watch::Receiver<Guest>,
     deadline: Instant,
 ) -> Answer {
     let mut call = pin!(ports.relay.call(id, request(), LONGEST));
-    let (mut lowest, mut stalled) = (u64::MAX, Instant::now() + STALLED);
+    let mut ended = pin!(ended(ports, vm));
+    let (mut lowest, mut connected) = (u64::MAX, true);
+    let mut stalled = Instant::now() + STALLED;
     loop {
+        // A guest without a link reports no progress.
+        let limit = if connected { stalled.min(deadline) } else { deadline };
         tokio::select! {
             reply = &mut call => return match reply {
                 Ok(reply) => Answer::Done(answered(&reply).map_err(Incomplete::Failed)),
-                Err(error) => Answer::Again(error),
+                // An earlier process of the node has removed the sandbox there, after its flush.
+                Err(error) if error.not_served => Answer::Done(Err(Incomplete::Failed(error.text))),
+                Err(error) => Answer::Again(error.text),
             },
             Ok(()) = guest.changed() => {}
-            () = sleep_until(stalled.min(deadline)) => {
+            () = &mut ended, if !connected => return Answer::Done(Err(has_ended("the link was lost"))),
+            () = sleep_until(limit) => {
                 let left = match lowest {
                     u64::MAX => "the guest has not reported the bytes that are left".to_owned(),
                     bytes => format!("{bytes} bytes are left"),
                 };
-                let text = match stalled < deadline {
+                let text = match limit < deadline {
                     true => format!("no progress within {STALLED:?}: {left}"),
                     false => format!("no end within {LONGEST:?}: {left}"),
                 };
@@ -109,14 +118,17 @@ async fn once(
             }
         }
         let guest = guest.borrow_and_update();
-        if !guest.connected {
-            return Answer::Again("the link was lost".to_owned());
-        }
         let status = Status::parse_from_bytes(&guest.status).unwrap_or_default();
-        if let Some(left) = status.unwritten_bytes.filter(|left| *left < lowest) {
-            (lowest, stalled) = (left, Instant::now() + STALLED);
+        let progress = status.unwritten_bytes.filter(|left| *left < lowest);
+        lowest = progress.unwrap_or(lowest);
+        if progress.is_some() || guest.connected != connected {
+            (connected, stalled) = (guest.connected, Instant::now() + STALLED);
         }
     }
+}
+
+fn has_ended(last: &str) -> Incomplete {
+    Incomplete::GivenUp(format!("the VM has ended: {last}"))
 }
 
 async fn linked(guest: &mut watch::Receiver<Guest>) {

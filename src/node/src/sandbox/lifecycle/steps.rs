@@ -350,7 +350,8 @@ impl Task {
                     add_credentials(&mut assignment, &credentials);
                     let mut request = Request::new();
                     request.set_personalise(assignment);
-                    ports.relay.call(&id, request, timeout).await.map(Box::new)
+                    let reply = ports.relay.call(&id, request, timeout).await;
+                    reply.map(Box::new).map_err(|error| error.text)
                 }
                 Err(text) => Err(text),
             };

@@ -271,7 +271,7 @@ impl Sandboxes {
         limit: Duration,
     ) -> Result<Reply, String> {
         match tokio::time::timeout(limit, self.0.ports.relay.call(id, request, limit)).await {
-            Ok(answer) => answer,
+            Ok(answer) => answer.map_err(|error| error.text),
             Err(_) => Err(format!("the guest of sandbox {id} did not answer within {limit:?}")),
         }
     }
@@ -411,8 +411,10 @@ impl Sandboxes {
     }
 
     /// Adds a sandbox from the ledger.
-    pub(crate) fn adopt(&self, state: &mut State, record: Record) {
+    pub(crate) fn adopt(&self, state: &mut State, mut record: Record) {
         if record.phase == Phase::Gone {
+            // The clock of an earlier boot may have been ahead of this one's.
+            record.end.gone_ms = record.end.gone_ms.map(|at| at.min(self.0.ports.clock.now_ms()));
             self.0.metrics.sandboxes.moved(None, Some(&record.phase));
             state.write_tombstone(&record, self.0.settings.tombstone_ttl);
             return;

@@ -374,7 +374,12 @@ impl Task {
         let cause = self.cause_of_end(vm, why, format!("its VM {vm} {how}: {why}")).await;
         // Recorded with the failure: no guest is left that could write anything back.
         self.record.end.flush_over = true;
-        self.fail("vm", cause).await?;
+        let failed = self.fail("vm", cause).await;
+        if failed.is_err() {
+            // The sandbox goes on, and its guest may come back.
+            self.record.end.flush_over = false;
+        }
+        failed?;
         Ok(true)
     }
 

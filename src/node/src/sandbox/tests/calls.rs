@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::node::*;
 use super::world::*;
+use crate::ledger::Ledger;
 use crate::sandbox::{Error, Stop};
 
 #[tokio::test(start_paused = true)]
@@ -152,6 +153,24 @@ async fn tombstones_are_forgotten_when_their_time_is_over() {
     tokio::time::sleep(Duration::from_secs(120)).await;
     assert_eq!(node.phase("a"), "-");
     assert_eq!(std::fs::read_dir(dir.0.join("sandboxes")).unwrap().count(), 0);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tombstone_of_a_boot_with_a_later_clock_gets_one_more_life() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.kill().await;
+    let ledger = Ledger::open(&dir.0).unwrap();
+    let mut record = ledger.read(&id("a")).unwrap().unwrap();
+    record.end.gone_ms = record.end.gone_ms.map(|at| at + 365 * 86_400_000);
+    ledger.save(&record).unwrap();
+    let node = Node::start(&world, &dir).await;
+    tokio::time::sleep(settings().tombstone_ttl - Duration::from_secs(60)).await;
+    assert_eq!(node.phase("a"), "gone");
+    tokio::time::sleep(Duration::from_secs(120)).await;
+    assert_eq!(node.phase("a"), "-");
     node.kill().await;
 }
 

@@ -235,6 +235,11 @@ async fn a_sandbox_ends_half_a_minute_after_its_shim_and_not_for_a_moment_withou
     assert_eq!((node.phase("b"), world.vms()), ("running".into(), 1));
     let late = node.table.start(&id("a")).await.unwrap_err();
     assert!(matches!(&late, Error::Stopped { cause, .. } if cause == "its shim is gone"), "{late}");
+    // The same for a shim that ended while the node was dead.
+    node.kill().await;
+    let node = Node::start(&world, &dir).await;
+    node.fx.guest_sender("b").send_modify(|guest| guest.shim_gone = true);
+    node.until("its end", |node| node.phase("b") == "gone").await;
     node.kill().await;
 }
 

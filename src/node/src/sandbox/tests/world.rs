@@ -25,8 +25,8 @@ use zeroize::Zeroizing;
 use crate::cluster::Recorded;
 use crate::ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record};
 use crate::sandbox::ports::{
-    Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError, NodeEndpoints,
-    PodEvent, PodNetwork, Ports, PullSecretError, Relay, Storage, Store, Trusted,
+    CallError, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
+    NodeEndpoints, PodEvent, PodNetwork, Ports, PullSecretError, Relay, Storage, Store, Trusted,
 };
 use crate::spec::{PodRef, SandboxId};
 use crate::trust::{Signed, Ticket};
@@ -1023,15 +1023,25 @@ impl Relay for Fake {
         self.guest_sender(id.as_str()).subscribe()
     }
 
-    async fn call(&self, id: &SandboxId, request: Request, _: Duration) -> Result<Reply, String> {
+    async fn call(&self, id: &SandboxId, request: Request, _: Duration) -> Result<Reply, CallError> {
         self.fuse.boundary().await;
+        if !self.world.state().relay.contains_key(id.as_str()) {
+            return Err(CallError { text: "the sandbox is not served".into(), not_served: true });
+        }
         if self.world.fault().is_some() || !self.world.state().links.contains_key(id.as_str()) {
-            return Err("the guest is not connected".into());
+            return Err("the guest is not connected".to_owned().into());
         }
         if request.has_flush() {
             self.world.state().flushed.push(id.to_string());
             let takes = *self.world.flush_takes.lock().unwrap();
+            let mut guest = self.guest(id);
+            let session = guest.borrow_and_update().session.clone();
             tokio::time::sleep(takes).await;
+            // The answer comes with the link of the same guest program.
+            let back = guest.wait_for(|guest| guest.connected || guest.session != session).await;
+            if back.is_ok_and(|guest| guest.session != session) {
+                return Err("the guest program was replaced".to_owned().into());
+            }
             return Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() });
         }
         let mut state = self.world.state();
