@@ -48,8 +48,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- $controller = dict "rollout-config-map" (printf "%s-rollout" $v.name) "rollout-webhook" $hook -}}
 {{- end -}}
 {{- $node := dict "netns-dir" $v.paths.netns -}}
-{{- $relay := dict "bundles" $v.paths.bundles -}}
-{{- $ours := dict "paths" $paths "node" $node "relay" $relay "webhook" $webhook "controller" $controller "secrets" $secrets -}}
+{{- $ours := dict "paths" $paths "node" $node "webhook" $webhook "controller" $controller "secrets" $secrets -}}
 {{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
 {{- end }}
 

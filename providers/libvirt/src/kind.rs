@@ -160,19 +160,25 @@ impl Shared {
     /// Asks the kernel, where libvirtd is on this host, and then libvirtd. `None`: neither refuses KVM, so a trial
     /// decides.
     async fn refused(&self, libvirt: &Connection) -> Option<Fault> {
+        let mut makes_vms = false;
         if self.config.address.is_own {
-            let asked = spawn_blocking(|| kvm::refusal(Path::new(kvm::DEVICE)));
-            if let Ok(Ok(Some(error))) = timeout(ASK, asked).await {
-                return Some((format!("{} makes no VM: {error}", kvm::DEVICE), None));
+            let asked = spawn_blocking(|| kvm::ask(Path::new(kvm::DEVICE)));
+            match timeout(ASK, asked).await {
+                Ok(Ok(Some(Err(error)))) => {
+                    return Some((format!("{} makes no VM: {error}", kvm::DEVICE), None));
+                }
+                Ok(Ok(Some(Ok(())))) => makes_vms = true,
+                _ => {}
             }
         }
         match timeout(ASK, libvirt.domain_capabilities(&self.config.machine, "kvm")).await {
             Ok(Err(error)) if is_without_kvm(&error) => Some((error.to_string(), None)),
-            Err(_) | Ok(Err(RpcError::Late(_))) => {
+            // Where the kernel makes VMs, libvirtd may just be busy.
+            Err(_) | Ok(Err(RpcError::Late(_))) if !makes_vms => {
                 Some((RpcError::Late(ASK).to_string(), Some(DOUBT_WITHOUT)))
             }
             // A trial returns any other error with its remedy.
-            Ok(_) => None,
+            _ => None,
         }
     }
 

@@ -20,10 +20,12 @@ mod requests {
     nix::ioctl_write_int_bad!(kvm_create_vm, nix::request_code_none!(0xae, 0x01));
 }
 
-/// Returns the error with which the kernel refuses a VM; `None`: it made one, or this process cannot ask it.
-pub(crate) fn refusal(device: &Path) -> Option<io::Error> {
+/// Returns whether the kernel makes a VM, or its refusal; `None`: this process cannot ask it.
+pub(crate) fn ask(device: &Path) -> Option<io::Result<()>> {
     let made = OpenOptions::new().read(true).write(true).open(device).and_then(|file| make(&file));
-    made.err().filter(|error| !NO_PROOF.map(|no_proof| Some(no_proof as i32)).contains(&error.raw_os_error()))
+    let is_proof =
+        |error: &io::Error| !NO_PROOF.map(|no_proof| Some(no_proof as i32)).contains(&error.raw_os_error());
+    made.as_ref().err().is_none_or(is_proof).then_some(made)
 }
 
 /// Makes a VM, and ends it.
@@ -44,9 +46,9 @@ mod tests {
     #[test]
     fn only_a_device_that_makes_no_vm_is_a_proof_against_kvm() {
         for no_kvm in ["/dev/null", "/proc/self/comm"] {
-            let error = refusal(Path::new(no_kvm)).unwrap();
+            let error = ask(Path::new(no_kvm)).unwrap().unwrap_err();
             assert_eq!(error.raw_os_error(), Some(Errno::ENOTTY as i32), "{no_kvm}");
         }
-        assert!(refusal(Path::new("/dev/absent")).is_none());
+        assert!(ask(Path::new("/dev/absent")).is_none());
     }
 }

@@ -116,17 +116,31 @@ pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
     }
 }
 
+/// Returns the error of a process that may not serve. If another one serves the run-dir, the node reports it, too.
+pub async fn cannot_serve(config: &RelayConfig, why: String) -> anyhow::Error {
+    if !matches!(lock(&config.run_dir), Ok(None)) {
+        return anyhow!(why);
+    }
+    let error = not_taken_over(&config.run_dir, &why);
+    if let Some(pod) = config.pod.clone() {
+        handover::report::failed(&config.run_dir, pod, &error).await;
+    }
+    error
+}
+
+fn not_taken_over(run_dir: &Path, why: &str) -> anyhow::Error {
+    anyhow!(
+        "take over from the peerpod-relay that serves {}: {why}; that relay goes on and no pod is affected; remove the \
+         cause, or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods",
+        run_dir.display()
+    )
+}
+
 /// Takes over from the process that serves this run-dir. If this fails, that process continues.
 async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> anyhow::Result<BoundRelay> {
     let run_dir = &config.run_dir;
     // Two relays that serve one run-dir would take each other's connections.
-    let running = |why: String| {
-        anyhow!(
-            "take over from the peerpod-relay that serves {}: {why}; that relay goes on and no pod is affected; remove the \
-             cause, or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods",
-            run_dir.display()
-        )
-    };
+    let running = |why: String| not_taken_over(run_dir, &why);
     let mut taken = new::ask(run_dir).await.map_err(running)?;
     let states = States::go_on(taken.process.epoch.clone(), taken.process.version);
     let core = Core::new(states, store, inbox);

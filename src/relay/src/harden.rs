@@ -27,6 +27,10 @@ use seccompiler::{
     SeccompRule, apply_filter, sock_filter,
 };
 
+/// Causes of an absent Landlock.
+const NO_LANDLOCK: &str = "the kernel lacks it, it is off (boot parameter lsm=), or the container's seccomp profile \
+                           refuses its system calls";
+
 /// First port that needs no capability.
 const FIRST_FREE_PORT: u16 = 1024;
 
@@ -178,7 +182,7 @@ fn restrict(files: &Files) -> anyhow::Result<()> {
         }
     }
     let status = rules.restrict_self()?.ruleset;
-    ensure!(status != RulesetStatus::NotEnforced, "the kernel lacks it, or it is off (boot parameter lsm=)");
+    ensure!(status != RulesetStatus::NotEnforced, "{NO_LANDLOCK}");
     Ok(())
 }
 

@@ -47,6 +47,9 @@ const CREATED_PER_CONNECTION: usize = 64;
 const CLAIM_WITHIN: Duration = Duration::from_secs(10);
 /// Limit of claims in flight.
 const CLAIMS: usize = 256;
+/// Limit of inbox writes at once. While the state's disk stalls, each holds a thread of the runtime's 512, which also
+/// keep stops without the disk.
+const WRITES: usize = 64;
 
 type Events = mpsc::Sender<Event>;
 
@@ -192,6 +195,7 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
         created: HashMap::new(),
         creators: HashMap::new(),
         inbox: parts.inbox,
+        writes: Arc::new(Semaphore::new(WRITES)),
         states: parts.states,
         metrics: parts.metrics,
         events,
@@ -283,6 +287,7 @@ struct HypervisorProxy {
     created: HashMap<ConnId, Vec<SandboxId>>,
     creators: HashMap<SandboxId, ConnId>,
     inbox: Inbox,
+    writes: Arc<Semaphore>,
     states: Arc<States>,
     metrics: Arc<Metrics>,
     events: Events,
@@ -454,11 +459,16 @@ impl HypervisorProxy {
 
     fn write_inbox(&self, id: SandboxId) {
         self.metrics.hypervisor.inbox_writes.inc();
-        let (inbox, events) = (self.inbox.clone(), self.events.clone());
-        tokio::task::spawn_blocking(move || {
-            let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());
-            // Only a stopping relay does not receive this; the file is written all the same.
-            drop(events.blocking_send(Event::Written { id, result }));
+        let (inbox, writes, events) = (self.inbox.clone(), self.writes.clone(), self.events.clone());
+        tokio::spawn(async move {
+            // The semaphore is never closed.
+            let permit = writes.acquire_owned().await;
+            tokio::task::spawn_blocking(move || {
+                let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());
+                drop(permit);
+                // Only a stopping relay does not receive this; the file is written all the same.
+                drop(events.blocking_send(Event::Written { id, result }));
+            });
         });
     }
 

@@ -48,7 +48,10 @@ fn start() -> anyhow::Result<ExitCode> {
     let files = Files::new(app::make_folders(&config)?, &config.bundles);
     if let Err(error) = harden::harden(config.listen.port(), &files) {
         if config.must_be_hardened {
-            anyhow::bail!("{error:#}; use a kernel that can, or permit it with relay.hardening: best-effort");
+            let why =
+                format!("{error:#}; use a kernel that can, or permit it with relay.hardening: best-effort");
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            return Err(runtime.block_on(app::cannot_serve(&config, why)));
         }
         tracing::warn!(error = format!("{error:#}"), "the process has more rights than it needs");
     }

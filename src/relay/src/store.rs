@@ -1,6 +1,6 @@
 //! Stores the data that a new relay process needs to serve guests without the node: the TLS identity and one record per
 //! sandbox, under `<state-dir>/relay`. The files are versioned JSON, written whole. An unreadable file is moved to
-//! `<state-dir>/quarantine` and reported; the others are served.
+//! `<state-dir>/relay/quarantine` and reported; the others are served.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -218,9 +218,20 @@ impl Store {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
         let to = self.quarantine.join(format!("relay-{now}-{name}"));
-        let moved = files::make_folder(&self.quarantine).and_then(|()| std::fs::rename(path, &to));
+        let moved = files::make_folder(&self.quarantine).and_then(|()| rename(path, &to));
         let moved = moved.map_or_else(|error| error.to_string(), |()| to.display().to_string());
         tracing::error!(file = %path.display(), why, moved, "a state file is not valid; its sandbox or identity is not served");
+    }
+}
+
+/// Moves a file. Landlock of kernels before 5.19 permits no rename into another folder.
+fn rename(path: &Path, to: &Path) -> io::Result<()> {
+    match std::fs::rename(path, to) {
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
+            std::fs::copy(path, to)?;
+            std::fs::remove_file(path)
+        }
+        renamed => renamed,
     }
 }
 

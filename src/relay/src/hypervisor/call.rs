@@ -111,6 +111,11 @@ pub(crate) fn done() -> Bytes {
     status(0, "")
 }
 
+/// Returns whether an envelope, also one of the node, is no error.
+pub(crate) fn is_ok(body: &[u8]) -> bool {
+    Response::parse_from_bytes(body).is_ok_and(|response| response.status.code == 0)
+}
+
 #[cfg(test)]
 mod tests {
     use peerpod_proto::{hypervisor, ttrpc_frame};

@@ -141,6 +141,9 @@ async fn a_right_that_cannot_be_dropped_stops_the_start_unless_permitted() {
         }
         let relay = Relay(start_without(call, &base, "--relay.hardening=best-effort"));
         stop_is_answered(&base).await;
+        let output = start_without(call, &base, "--log.level=info").wait_with_output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(step) && text.contains("that relay goes on"), "beside a running relay: {text}");
         drop(relay);
     }
     std::fs::remove_dir_all(base).unwrap();

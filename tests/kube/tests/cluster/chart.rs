@@ -342,6 +342,12 @@ fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&st
             let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
             assert_eq!(volume["hostPath"]["path"], *path, "{name}: at the same path as on the node");
         }
+        if name == "peerpod-relay" {
+            let variables = spec["containers"][0]["env"].as_array().unwrap();
+            let set = variables.iter().find(|variable| variable["name"] == "PEERPOD_RELAY_BUNDLES");
+            let others = (bundles.len() > 1).then(|| json!(bundles.join(",")));
+            assert_eq!(set.map(|set| set["value"].clone()), others, "{bundles:?}: a setting of this release");
+        }
     }
 }
 

@@ -208,16 +208,17 @@ fn volume_leases(cluster: &Cluster, who: &Path) {
     as_who(cluster, who, &["create", "-f", &lease("peerpod-volume-own", own, "pod-1")]).unwrap();
     as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-free", own, "pod-1")]).unwrap();
     as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-old", own, "pod-1")]).unwrap();
-    for name in ["own", "free", "old"] {
+    // Of a peerpod-csi of an older release.
+    as_who(cluster, who, &["create", "-f", &lease("peerpod-volume-unmarked", None, "pod-1")]).unwrap();
+    for name in ["own", "free", "old", "unmarked"] {
         as_who(cluster, who, &["delete", "lease", "-n", "shop", &format!("peerpod-volume-{name}")]).unwrap();
     }
     let why = "a driver on node worker-1 may not change lease peerpod-volume-taken of another node";
     refused(cluster, who, &["replace", "-f", &lease("peerpod-volume-taken", own, "pod-1")], why);
     refused(cluster, who, &["delete", "lease", "-n", "shop", "peerpod-volume-taken"], why);
-    for node in [theirs, None] {
-        let file = lease("peerpod-volume-new", node, "pod-2");
-        refused(cluster, who, &["create", "-f", &file], "may not change lease peerpod-volume-new");
-    }
+    refused(cluster, who, &["replace", "-f", &lease("peerpod-volume-taken", None, "pod-1")], why);
+    let file = lease("peerpod-volume-new", theirs, "pod-2");
+    refused(cluster, who, &["create", "-f", &file], "may not change lease peerpod-volume-new");
     let why = "may not change lease peerpod-csi-x, which is of no volume";
     refused(cluster, who, &["replace", "-f", &lease("peerpod-csi-x", own, "x")], why);
 }

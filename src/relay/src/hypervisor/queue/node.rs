@@ -69,8 +69,17 @@ impl Queue {
         let Some(call) = self.calls.all.get_mut(&id) else { return };
         call.sent = None;
         let sandbox = call.kind.id().cloned();
+        // A stop that was answered already stays until node or inbox has it. It is tried again after the write under way,
+        // or after the pause since a failed one.
+        if call.caller.is_none()
+            && sandbox.as_ref().is_some_and(|sandbox| self.inbox.kept.contains(sandbox))
+            && !call::is_ok(&body)
+        {
+            return;
+        }
         self.finish(id, body);
         if let Some(sandbox) = sandbox {
+            self.forget_kept(&sandbox);
             self.advance(&sandbox, now);
         }
     }

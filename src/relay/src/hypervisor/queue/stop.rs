@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use peerpod_proto::hypervisor::StopVMRequest;
-use peerpod_proto::ttrpc_frame::{Request, Response};
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
 use super::{Call, CallId, NodeState, Output, Queue, Timer};
@@ -61,11 +61,18 @@ impl Queue {
                 }
             }
         }
-        if self.inbox.kept.contains(id) && !self.calls.of_sandbox(id).any(|(_, call)| is_stop(call)) {
-            self.inbox.kept.remove(id);
+        self.forget_kept(id);
+        self.advance(id, now);
+    }
+
+    /// Removes the kept stop of a sandbox after its last StopVM has ended. A write under way may still come to its end.
+    pub(super) fn forget_kept(&mut self, id: &SandboxId) {
+        if !self.inbox.writing.contains(id)
+            && !self.calls.of_sandbox(id).any(|(_, call)| is_stop(call))
+            && self.inbox.kept.remove(id)
+        {
             self.outputs.push_back(Output::ForgetStop(id.clone()));
         }
-        self.advance(id, now);
     }
 
     /// Refuses a stop that could not be recorded. One that was answered before is recorded again after a pause.
@@ -134,8 +141,7 @@ impl Queue {
     pub(super) fn inbox_read(&mut self, covers: u64, body: &[u8], now: Instant) {
         self.inbox.reading = None;
         self.timers.retain(|(_, timer)| !matches!(timer, Timer::Hang));
-        let ok = Response::parse_from_bytes(body).is_ok_and(|response| response.status.code == 0);
-        if !ok {
+        if !call::is_ok(body) {
             self.outputs.push_back(Output::Reconnect("the node could not read the inbox"));
             return;
         }

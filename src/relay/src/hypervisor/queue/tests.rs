@@ -305,6 +305,64 @@ fn a_stop_that_the_disk_holds_up_is_kept_and_answered_and_recorded_later() {
     assert_ne!(create, stop);
 }
 
+impl World {
+    /// Returns the stream of a stop of "a" that the node has and the disk holds up, kept and answered.
+    fn kept(&mut self) -> u32 {
+        self.call(1, Kind::Stop(id("a")));
+        let stream = self.sent()[0].0;
+        self.pass(Duration::from_millis(400));
+        self.pass(Duration::from_millis(300));
+        self.queue.stop_kept(&id("a"));
+        assert_eq!(self.answers().len(), 1);
+        stream
+    }
+}
+
+#[test]
+fn a_kept_stop_that_the_node_refuses_is_tried_again() {
+    // The disk that has stalled fails now, for the node as well: in either order.
+    for node_first in [true, false] {
+        let mut world = World::ready();
+        let stream = world.kept();
+        let refused = call::status(code::INTERNAL, "input/output error");
+        if node_first {
+            world.queue.answer(stream, refused.clone(), world.now);
+            assert_eq!(world.outputs(), [], "the write under way decides");
+        }
+        world.queue.inbox_written(&id("a"), Err("input/output error".into()), world.now);
+        if node_first {
+            let sent = world.sent();
+            assert_eq!(methods(&sent), ["StopVM"]);
+            world.queue.answer(sent[0].0, refused, world.now);
+        } else {
+            world.queue.answer(stream, refused, world.now);
+        }
+        assert_eq!(world.outputs(), [], "no try without a pause, and nothing is forgotten");
+        world.pass(Duration::from_secs(10));
+        let outputs = world.outputs();
+        assert!(outputs.contains(&Output::WriteInbox(id("a"))), "{outputs:?}");
+        world.queue.inbox_written(&id("a"), Ok(()), world.now);
+        let outputs = world.outputs();
+        assert!(outputs.contains(&Output::ForgetStop(id("a"))), "{outputs:?}");
+        assert_eq!(world.queue.len(), 0);
+    }
+}
+
+#[test]
+fn a_kept_stop_that_the_node_executes_is_forgotten_once_no_write_is_under_way() {
+    let mut world = World::ready();
+    let stream = world.kept();
+    world.queue.answer(stream, call::done(), world.now);
+    assert_eq!((world.outputs(), world.queue.len()), (Vec::new(), 0));
+    world.queue.inbox_written(&id("a"), Err("input/output error".into()), world.now);
+    assert_eq!(world.outputs(), [Output::ForgetStop(id("a"))]);
+
+    let stream = world.kept();
+    world.queue.inbox_written(&id("a"), Err("input/output error".into()), world.now);
+    world.queue.answer(stream, call::done(), world.now);
+    assert_eq!(world.outputs(), [Output::ForgetStop(id("a"))]);
+}
+
 #[test]
 fn kept_stops_of_an_earlier_process_go_to_the_inbox() {
     let mut world = World::new();
