@@ -94,7 +94,7 @@ async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
         sleep(AGAIN).await;
     };
     tracing::info!(port, "waiting for the node to dial");
-    let (mut crowd, mut strangers) = (Crowd::new(MOST, MOST_OF_ONE), Strangers::default());
+    let (mut crowd, mut strangers) = (Crowd::new(MOST), Strangers::default());
     let mut acceptor = Acceptor::new("node");
     loop {
         tokio::select! {
@@ -102,7 +102,9 @@ async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
                 let with_certificate = arrived.with_certificate.load(Relaxed);
                 let Some(config) = greeting(with_certificate) else { continue };
                 let arrived = arrived.clone();
-                let evicted = crowd.add(peer.ip().to_canonical(), async move {
+                // Never set: any host can answer a ClientHello, and the node is the only good peer.
+                let spoke = Arc::default();
+                let evicted = crowd.add(peer.ip().to_canonical(), MOST_OF_ONE, spoke, async move {
                     let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
                     *arrived.newest.lock() = Some((with_certificate, stream));
                     arrived.changed.notify_one();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
@@ -26,7 +26,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::{ServerConfig, SupportedProtocolVersion};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
@@ -37,6 +37,11 @@ const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
 const FIRST_WITHIN: Duration = Duration::from_secs(5);
 /// Limit for a request's body, from the end of its headers. The API server itself gives up after 10 s by default.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
+/// Bytes of a body, and of an answer, that need no room. Nearly all requests have less, so that long ones of other
+/// callers do not delay them.
+pub(crate) const SMALL: usize = 32 * 1024;
+/// Limit for room to become free. Several long bodies may wait for each other; one gives up in time for the others.
+const ROOM_WITHIN: Duration = Duration::from_secs(2);
 /// Limit for the caller to take an answer, so that unread answers do not stay in memory.
 const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 /// Limit of a connection's read buffer in bytes, and so of a request's head. A token in it has up to 16 KiB.
@@ -244,24 +249,77 @@ async fn late(mut due: watch::Receiver<Option<Instant>>) {
     }
 }
 
-/// Reads the body, or returns a status and a text for the caller if it is longer than `most` bytes or does not arrive
-/// within 5 s.
+/// Room in memory for long bodies and answers together. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Room(Arc<Semaphore>);
+
+/// Bytes with the room that they take.
+#[derive(Debug, Default)]
+pub(crate) struct Roomed {
+    pub(crate) bytes: Vec<u8>,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl AsRef<[u8]> for Roomed {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Room {
+    /// Makes room for this many bytes, beyond the first [`SMALL`] of each body and answer.
+    pub(crate) fn new(bytes: usize) -> Room {
+        Room(Arc::new(Semaphore::new(bytes)))
+    }
+
+    /// Waits for room for the bytes and `more` of them, and adds these.
+    pub(crate) async fn add(&self, to: &mut Roomed, more: &[u8]) -> Result<(), (StatusCode, String)> {
+        let held = to.room.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let missing = (to.bytes.len() + more.len()).saturating_sub(SMALL + held);
+        if missing > 0 {
+            let wanted = u32::try_from(missing).unwrap_or(u32::MAX);
+            let Ok(Ok(room)) = timeout(ROOM_WITHIN, self.0.clone().acquire_many_owned(wanted)).await else {
+                let why = "too many long requests at once; ask again".to_owned();
+                return Err((StatusCode::SERVICE_UNAVAILABLE, why));
+            };
+            match &mut to.room {
+                Some(held) => held.merge(room),
+                None => to.room = Some(room),
+            }
+        }
+        to.bytes.extend_from_slice(more);
+        Ok(())
+    }
+}
+
+/// Reads the body, or returns a status and a text for the caller if it is longer than `most` bytes, does not arrive
+/// within 5 s, or finds no room. Bytes take room as they arrive.
 pub(crate) async fn body(
     request: Request<Incoming>,
     most: usize,
     what: &str,
-) -> Result<Bytes, (StatusCode, String)> {
+    room: &Room,
+) -> Result<Roomed, (StatusCode, String)> {
     let long = || (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is longer than {what} can be"));
     // Content-Length announces the size: the request is refused before the body arrives.
     if request.body().size_hint().lower() > most as u64 {
         return Err(long());
     }
-    match timeout(BODY_WITHIN, Limited::new(request.into_body(), most).collect()).await {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(why)) if why.is::<http_body_util::LengthLimitError>() => Err(long()),
-        Ok(Err(why)) => Err((StatusCode::BAD_REQUEST, chain(why.as_ref()))),
-        Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned())),
-    }
+    let read = async {
+        let (mut body, mut read) = (request.into_body(), Roomed::default());
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|why| (StatusCode::BAD_REQUEST, chain(&why)))?;
+            // Trailers have no use.
+            let Ok(data) = frame.into_data() else { continue };
+            if read.bytes.len() + data.len() > most {
+                return Err(long());
+            }
+            room.add(&mut read, &data).await?;
+        }
+        Ok(read)
+    };
+    let late = || (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned());
+    timeout(BODY_WITHIN, read).await.unwrap_or_else(|_| Err(late()))
 }
 
 pub(crate) fn text(status: StatusCode, body: &str) -> Reply {
@@ -278,6 +336,21 @@ pub(crate) fn reply(status: StatusCode, kind: &'static str, body: impl Into<Byte
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn long_bytes_share_room_and_short_ones_need_none() {
+        let room = Room::new(SMALL);
+        let (mut long, mut other, mut small) = (Roomed::default(), Roomed::default(), Roomed::default());
+        for _ in 0..4 {
+            room.add(&mut long, &[0; SMALL / 2]).await.unwrap();
+        }
+        room.add(&mut small, &[0; SMALL]).await.unwrap();
+        room.add(&mut other, &[0; SMALL]).await.unwrap();
+        let (status, _) = room.add(&mut other, &[0]).await.unwrap_err();
+        assert_eq!((status, other.bytes.len()), (StatusCode::SERVICE_UNAVAILABLE, SMALL));
+        drop(long);
+        room.add(&mut other, &[0; SMALL]).await.unwrap();
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_caller_is_late_with_its_first_request_and_with_an_answer_that_it_does_not_take() {

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
@@ -91,7 +92,8 @@ impl Dial {
             };
             // The guest may have been met at another address meanwhile.
             let Link { up: false, changes: before } = *link.borrow_and_update() else { continue };
-            let met = guests::meet(stream, self.address, Some(&self.id), &self.parts).await;
+            let met =
+                guests::meet(stream, self.address, Some(&self.id), &AtomicBool::default(), &self.parts).await;
             let is_others = matches!(met, Err(guests::Refused::OtherSandbox(_)));
             match met {
                 // The guest returns with its certificate, and must then be met at once.

@@ -1,11 +1,13 @@
 //! Accepts the guests' TLS connections and serves those that `guest_dialer` opened. Every host that can reach the node
 //! can reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a
 //! certificate selects its sandbox. Before that, the relay limits connections, connections per address, and the time
-//! for the handshake and the first record. The newest connection evicts the oldest. The addresses of served VMs have
-//! places of their own.
+//! for the handshake and the first record. The newest connection evicts the oldest, but for a moment none that has sent
+//! its ClientHello. The addresses of served VMs have places of their own.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use parking_lot::RwLock;
@@ -33,7 +35,7 @@ use crate::sandboxes::Sandboxes;
 
 /// Time limit of the first message of a TLS handshake, which a guest sends at once.
 const CLIENT_HELLO: Duration = Duration::from_secs(3);
-/// Limit of unauthenticated connections from one address of a served VM.
+/// Limit of unauthenticated connections from an address of served VMs, for each VM there.
 const MOST_OF_ONE_VM: usize = 8;
 /// Time limit of the rest of a guest's TLS handshake, also on busy machines.
 const HANDSHAKE: Duration = Duration::from_secs(15);
@@ -128,7 +130,7 @@ impl Refused {
 /// Accepts guests until the future is dropped. `most` and `most_of_one` limit the connections that have no sandbox yet,
 /// in total and from one network.
 pub(crate) async fn accept(listener: TcpListener, parts: Parts, most: usize, most_of_one: usize) {
-    let (mut strangers, mut vms) = (Crowd::new(most, most_of_one), Crowd::new(most, MOST_OF_ONE_VM));
+    let (mut strangers, mut vms) = (Crowd::new(most), Crowd::new(most));
     let mut acceptor = Acceptor::new("guests' port");
     loop {
         let (stream, peer) = tokio::select! {
@@ -138,32 +140,34 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, most: usize, mos
         };
         parts.metrics.guests.connections.inc();
         let address = peer.ip().to_canonical();
-        let serving = serve_stranger(stream, peer, parts.clone());
-        let evicted = if parts.sandboxes.has_vm_at(&address) {
-            vms.add(address, serving)
-        } else {
-            strangers.add(crowd::network(address), serving)
+        let spoke = Arc::<AtomicBool>::default();
+        let serving = serve_stranger(stream, peer, spoke.clone(), parts.clone());
+        let is_full = match parts.sandboxes.vms_at(&address) {
+            0 => strangers.add(crowd::network(address), most_of_one, spoke, serving),
+            there => vms.add(address, there.saturating_mul(MOST_OF_ONE_VM), spoke, serving),
         };
-        if evicted {
+        if is_full {
             parts.metrics.guests.refused("too_many");
         }
     }
 }
 
-async fn serve_stranger(stream: TcpStream, peer: SocketAddr, parts: Parts) {
-    if let Err(refused) = meet(stream, peer, None, &parts).await {
+async fn serve_stranger(stream: TcpStream, peer: SocketAddr, spoke: Arc<AtomicBool>, parts: Parts) {
+    if let Err(refused) = meet(stream, peer, None, &spoke, &parts).await {
         tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
     }
 }
 
 /// Serves a connection of a guest. If the relay dialled it for a sandbox, the peer must be that sandbox's guest.
+/// Sets `spoke` after the ClientHello.
 pub(crate) async fn meet(
     stream: TcpStream,
     peer: SocketAddr,
     dialled: Option<&SandboxId>,
+    spoke: &AtomicBool,
     parts: &Parts,
 ) -> Result<Met, Refused> {
-    let met = serve(stream, peer, dialled, parts).await;
+    let met = serve(stream, peer, dialled, spoke, parts).await;
     if let Err(refused) = &met {
         parts.metrics.guests.refused(refused.label());
     }
@@ -174,12 +178,14 @@ async fn serve(
     stream: TcpStream,
     peer: SocketAddr,
     dialled: Option<&SandboxId>,
+    spoke: &AtomicBool,
     parts: &Parts,
 ) -> Result<Met, Refused> {
     let config = parts.trust.read().clone().ok_or(Refused::NotConfigured)?;
     endpoint::tune(&stream).map_err(Refused::Handshake)?;
     let hello = timeout(CLIENT_HELLO, LazyConfigAcceptor::new(HelloAcceptor::default(), stream)).await;
     let hello = hello.map_err(|_| Refused::NoClientHello)?.map_err(Refused::Handshake)?;
+    spoke.store(true, Relaxed);
     let stream = timeout(HANDSHAKE, hello.into_stream(config)).await;
     let mut stream = stream.map_err(|_| Refused::HandshakeStalled)?.map_err(Refused::Handshake)?;
     let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());

@@ -5,7 +5,7 @@
 pub(crate) mod guest;
 pub(crate) mod states;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::path::{Component, Path};
 use std::sync::{Arc, Weak};
@@ -112,9 +112,9 @@ impl Table {
     }
 }
 
-fn addresses(record: &Record) -> impl Iterator<Item = IpAddr> {
+fn addresses(record: &Record) -> HashSet<IpAddr> {
     let dialled = record.dial.iter().map(|address| address.ip());
-    record.addresses.iter().copied().chain(dialled).map(|address| address.to_canonical())
+    record.addresses.iter().copied().chain(dialled).map(|address| address.to_canonical()).collect()
 }
 
 pub(crate) struct Sandboxes {
@@ -164,9 +164,9 @@ impl Sandboxes {
         table.attached.get(table.fingerprints.get(fingerprint)?).cloned()
     }
 
-    /// Whether a served VM has this address.
-    pub(crate) fn has_vm_at(&self, address: &IpAddr) -> bool {
-        self.table.lock().addresses.contains_key(address)
+    /// Returns the number of served VMs with this address.
+    pub(crate) fn vms_at(&self, address: &IpAddr) -> usize {
+        self.table.lock().addresses.get(address).copied().unwrap_or(0)
     }
 
     pub(crate) fn get(&self, id: &SandboxId) -> Option<Attached> {

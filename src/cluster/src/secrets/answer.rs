@@ -18,7 +18,7 @@ use super::caller::{Callers, LONGEST_TOKEN};
 use super::metrics::{Call, Metrics, Outcome};
 use super::pod;
 use super::refusal::{No, failed, no, unknown};
-use crate::serve::{self, Reply, Responder, reply};
+use crate::serve::{self, Reply, Responder, Room, reply};
 
 /// A node asks for a pod's pull secrets: [`Wanted`] with its token.
 const PULL_SECRETS: &str = "/v1/pull-secrets";
@@ -183,9 +183,10 @@ impl Responder for Desk {
 }
 
 async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
-    let body = serve::body(request, MOST_BODY, "a request").await;
+    // No body is so long that it needs room.
+    let body = serve::body(request, MOST_BODY, "a request", &Room::new(0)).await;
     let body = body.map_err(|(status, said)| no(status, Outcome::Malformed, said))?;
-    serde_json::from_slice(&body)
+    serde_json::from_slice(&body.bytes)
         .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))
 }
 

@@ -82,8 +82,8 @@ struct Left {
 }
 
 impl Left {
-    fn take<E: Error>(&mut self, text: usize) -> Result<(), E> {
-        let values = self.values.checked_sub(1).ok_or_else(|| {
+    fn take<E: Error>(&mut self, values: usize, text: usize) -> Result<(), E> {
+        let values = self.values.checked_sub(values).ok_or_else(|| {
             E::custom(format!(
                 "remove containers: they have more than {MOST_VALUES} names, requests, limits and other values"
             ))
@@ -120,31 +120,31 @@ impl<'de> Visitor<'de> for Kept<'_> {
     }
 
     fn visit_unit<E: Error>(self) -> Result<Value, E> {
-        self.left.take(0).map(|()| Value::Null)
+        self.left.take(1, 0).map(|()| Value::Null)
     }
 
     fn visit_bool<E: Error>(self, value: bool) -> Result<Value, E> {
-        self.left.take(0).map(|()| value.into())
+        self.left.take(1, 0).map(|()| value.into())
     }
 
     fn visit_i64<E: Error>(self, value: i64) -> Result<Value, E> {
-        self.left.take(0).map(|()| value.into())
+        self.left.take(1, 0).map(|()| value.into())
     }
 
     fn visit_u64<E: Error>(self, value: u64) -> Result<Value, E> {
-        self.left.take(0).map(|()| value.into())
+        self.left.take(1, 0).map(|()| value.into())
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<Value, E> {
-        self.left.take(0).map(|()| value.into())
+        self.left.take(1, 0).map(|()| value.into())
     }
 
     fn visit_str<E: Error>(self, value: &str) -> Result<Value, E> {
-        self.left.take(value.len()).map(|()| value.into())
+        self.left.take(1, value.len()).map(|()| value.into())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
-        self.left.take(0)?;
+        self.left.take(1, 0)?;
         let mut kept = Vec::new();
         match self.part.element() {
             Some(part) => {
@@ -158,12 +158,12 @@ impl<'de> Visitor<'de> for Kept<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Value, A::Error> {
-        self.left.take(0)?;
+        self.left.take(1, 0)?;
         let mut kept = Map::new();
         while let Some(name) = object.next_key::<String>()? {
             match self.part.field(&name) {
                 Some(part) => {
-                    self.left.take(name.len())?;
+                    self.left.take(0, name.len())?;
                     let value = object.next_value_seed(Kept { part, left: &mut *self.left })?;
                     kept.insert(name, value);
                 }

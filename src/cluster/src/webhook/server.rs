@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use bytes::Bytes;
-use hyper::body::{Body, Incoming};
+use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
 use parking_lot::Mutex;
 use peerpod_base::admin::{self, Ready};
@@ -15,9 +15,8 @@ use peerpod_base::listen::listen;
 use prometheus_client::registry::Registry;
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
 use super::certificate::Certificate;
@@ -25,20 +24,15 @@ use super::config::{Certificates, WebhookConfig};
 use super::metrics::{Metrics, Outcome};
 use super::mutate::Profile;
 use super::review;
-use crate::serve::{self, Reply, Responder, reply, text};
+use crate::serve::{self, Reply, Responder, Room, Roomed, reply, text};
 
 /// Path that the API server posts to, as in the replaced webhook.
 const PATH: &str = "/mutate-v1-pod";
 
 /// Limit of a body in bytes. The API server limits an object to 3 MiB, and the review of a creation holds one.
 const MOST_BODY: usize = 4 * 1024 * 1024;
-/// Bytes of a body, and of an answer, that need no room. Nearly all pods have less, so that long bodies of other callers
-/// do not delay them.
-const SMALL: usize = 32 * 1024;
-/// Room for the bytes beyond [`SMALL`] of all bodies and answers together.
+/// Room for the bytes beyond the first of all bodies and answers together.
 const ROOM: usize = 16 * 1024 * 1024;
-/// Limit for room to become free. The API server waits for 5 s by the chart's registration.
-const ROOM_WITHIN: Duration = Duration::from_secs(4);
 /// Limit of pods that are evaluated at the same time. An evaluation takes up to 20 MiB.
 const EVALUATIONS: usize = 4;
 /// Longest reason of a refused body in characters.
@@ -64,20 +58,8 @@ struct Shared {
     profile: Profile,
     excluded: Vec<String>,
     metrics: Metrics,
-    room: Arc<Semaphore>,
+    room: Room,
     evaluations: Semaphore,
-}
-
-/// Bytes with the room that they take.
-struct Roomed {
-    bytes: Vec<u8>,
-    _room: Option<OwnedSemaphorePermit>,
-}
-
-impl AsRef<[u8]> for Roomed {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
-    }
 }
 
 /// Reads the certificate and binds the ports. After an error nothing stays bound.
@@ -120,7 +102,7 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
         profile: config.profile,
         excluded: config.excluded,
         metrics,
-        room: Arc::new(Semaphore::new(ROOM)),
+        room: Room::new(ROOM),
         evaluations: Semaphore::new(EVALUATIONS),
     };
     Ok(BoundWebhook { address, admin, listener, tls, parts, shared: Arc::new(shared), ready })
@@ -177,33 +159,17 @@ impl Responder for Shared {
 
 impl Shared {
     async fn evaluate(&self, request: Request<Incoming>) -> Result<(Bytes, Outcome), (StatusCode, String)> {
-        // Without Content-Length the body may have any length.
-        let announced = request.body().size_hint().upper().unwrap_or(u64::MAX).min(MOST_BODY as u64);
-        let room = self.room(announced as usize).await?;
-        let body = serve::body(request, MOST_BODY, "a review").await?;
+        let body = serve::body(request, MOST_BODY, "a review", &self.room).await?;
         let (answer, outcome) = {
             // Fails only when the semaphore is closed, which never happens.
             let _turn = self.evaluations.acquire().await;
-            let answer = review::answer(&body, &self.profile, &self.excluded);
+            let answer = review::answer(&body.bytes, &self.profile, &self.excluded);
             answer.map_err(|why| (StatusCode::BAD_REQUEST, why))?
         };
-        drop((body, room));
-        let _room = self.room(answer.len()).await?;
-        Ok((Bytes::from_owner(Roomed { bytes: answer.into_bytes(), _room }), outcome))
-    }
-
-    /// Waits for room for this many bytes.
-    async fn room(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, (StatusCode, String)> {
-        let more = u32::try_from(bytes.saturating_sub(SMALL)).unwrap_or(u32::MAX);
-        if more == 0 {
-            return Ok(None);
-        }
-        match timeout(ROOM_WITHIN, self.room.clone().acquire_many_owned(more)).await {
-            Ok(Ok(room)) => Ok(Some(room)),
-            _ => {
-                Err((StatusCode::SERVICE_UNAVAILABLE, "too many long reviews at once; ask again".to_owned()))
-            }
-        }
+        drop(body);
+        let mut roomed = Roomed::default();
+        self.room.add(&mut roomed, answer.as_bytes()).await?;
+        Ok((Bytes::from_owner(roomed), outcome))
     }
 
     fn not_answered(&self, status: StatusCode, why: &str) -> Reply {

@@ -53,18 +53,19 @@ impl Drop for World {
 #[tokio::test]
 async fn the_addresses_of_vms_are_known_as_long_as_a_sandbox_has_them() {
     let world = World::new("addresses");
-    let has = |text: &str| world.sandboxes.has_vm_at(&text.parse().unwrap());
+    let vms = |text: &str| world.sandboxes.vms_at(&text.parse().unwrap());
     let (a, b) = (world.record("a", 1), world.record("b", 2));
     world.sandboxes.put(a.clone(), ()).await.unwrap();
     world.sandboxes.put(b.clone(), ()).await.unwrap();
-    assert!(has("10.0.0.7"));
-    let moved = Record { addresses: Vec::new(), dial: vec!["10.0.0.8:1".parse().unwrap()], ..a };
+    assert_eq!(vms("10.0.0.7"), 2);
+    let dial = vec!["10.0.0.8:1".parse().unwrap(), "10.0.0.8:2".parse().unwrap()];
+    let moved = Record { addresses: Vec::new(), dial, ..a };
     world.sandboxes.put(moved.clone(), ()).await.unwrap();
-    assert!(has("10.0.0.7") && has("10.0.0.8"));
+    assert_eq!([vms("10.0.0.7"), vms("10.0.0.8")], [1, 1]);
     world.sandboxes.delete(&b.id).await.unwrap();
-    assert!(!has("10.0.0.7") && has("10.0.0.8"));
+    assert_eq!([vms("10.0.0.7"), vms("10.0.0.8")], [0, 1]);
     world.sandboxes.delete(&moved.id).await.unwrap();
-    assert!(!has("10.0.0.8"));
+    assert_eq!(vms("10.0.0.8"), 0);
 }
 
 #[tokio::test]

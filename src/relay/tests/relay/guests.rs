@@ -169,6 +169,28 @@ async fn half_open_connections_keep_no_guest_out() {
     drop(guest);
 }
 
+/// Guests behind one address connect again at once and are many more than its places.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_guests_of_one_network_do_not_evict_each_other() {
+    own_rights_and_limits().unwrap();
+    let world = World::new("many").await;
+    world.configure().await;
+    let mut guests = JoinSet::new();
+    for _ in 0..4 * world.config.max_handshakes_per_address {
+        let (listen, ca) = (world.listen, world.ca.sha256());
+        guests.spawn(async move {
+            loop {
+                let Ok(mut stream) = dial(listen, ca, None).await else { continue };
+                if let Ok(reply) = claim::ask(&mut stream, &ticket(b"secret")).await {
+                    return reply.retry;
+                }
+            }
+        });
+    }
+    let answered = soon("an answer to each guest", guests.join_all()).await;
+    assert!(answered.iter().all(|retry| *retry), "{answered:?}");
+}
+
 /// Strangers that connect as fast as they can take all places but those of known VMs.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_known_vm_has_a_place_in_any_crowd() {

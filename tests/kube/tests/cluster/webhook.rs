@@ -311,7 +311,7 @@ async fn hostile_bodies(mut webhook: Webhook, authority: &Authority, pods: &Api<
         webhook.process.check()?;
         while let Some(line) = whole.try_join_next() {
             let line = line?;
-            anyhow::ensure!(["200", "503"].iter().any(|status| line.contains(status)), "{line}");
+            anyhow::ensure!(["200", "408", "503"].iter().any(|status| line.contains(status)), "{line}");
         }
         Ok(whole.is_empty().then_some(()))
     })

@@ -47,9 +47,10 @@ fn a_client_ca_is_read_or_named_as_a_mistake() {
     let pem = |der: &[u8]| {
         format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", BASE64_STANDARD.encode(der))
     };
-    assert!(read(&["--webhook.client-ca", &pem(ca.cert.der())]).unwrap().callers.is_some());
+    let read = |pem: &str| read(&[&format!("--webhook.client-ca={pem}")]);
+    assert!(read(&pem(ca.cert.der())).unwrap().callers.is_some());
     for wrong in ["x".to_owned(), pem(b"x")] {
-        let said = read(&["--webhook.client-ca", &wrong]).err().unwrap();
+        let said = read(&wrong).err().unwrap();
         assert!(said.contains("webhook.client-ca") && said.contains("write the CA's certificate"), "{said}");
     }
 }

@@ -140,6 +140,8 @@ async fn a_restarted_guest_program_is_assigned_again() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
+    // The fake guest would come back with its own session.
+    world.guests_stay_away.store(true, Ordering::Relaxed);
     node.fx.link("a", "i-1 again");
     node.until("greeted", |_| world.greetings() == 2).await;
     // The same for a guest that came back while the node was dead.
@@ -156,6 +158,8 @@ async fn a_guest_that_changes_its_session_is_assigned_once_a_second() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
+    // The fake guest would come back with its own session.
+    world.guests_stay_away.store(true, Ordering::Relaxed);
     for n in 0..100 {
         node.fx.link("a", &format!("session {n}"));
         tokio::time::sleep(Duration::from_millis(50)).await;
