@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::fmt::Display;
+use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +21,7 @@ use peerpod_common::accept::Acceptor;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 
 use crate::chain::chain;
 use crate::listen::listen;
@@ -28,6 +31,9 @@ const HEADERS_WITHIN: Duration = Duration::from_secs(5);
 
 /// Longest life of a connection; scrapers open another one.
 const CONNECTION_WITHIN: Duration = Duration::from_secs(60);
+
+/// Interval of the questions of [`wait_for`].
+const ASK_AGAIN: Duration = Duration::from_secs(2);
 
 /// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 64;
@@ -127,6 +133,35 @@ pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -
 /// Serves a port that is bound already, until the runtime ends.
 pub fn serve_on(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
     tokio::spawn(accept(listener, registry, ready));
+}
+
+/// Asks until there is an answer that the start needs. From the first failure until then, the port answers without
+/// metrics, and names the failure: a liveness probe must not end a start that waits. The port is free afterwards.
+pub async fn wait_for<T, E: Display, F: Future<Output = Result<T, E>>>(
+    name: &str,
+    (address, ready): (SocketAddr, &Ready),
+    ask: impl Fn() -> F,
+) -> Result<T, Error> {
+    let error = match ask().await {
+        Ok(answer) => return Ok(answer),
+        Err(error) => error.to_string(),
+    };
+    tracing::warn!(error, name, "the start waits for an answer; asking again");
+    let blocked = ready.block(name);
+    blocked.because(&error);
+    let listener = listen(address).await.map_err(|why| Error { address, why })?;
+    let mut serving = JoinSet::new();
+    serving.spawn(accept(listener, Arc::default(), ready.clone()));
+    loop {
+        tokio::time::sleep(ASK_AGAIN).await;
+        match ask().await {
+            Ok(answer) => {
+                serving.shutdown().await;
+                return Ok(answer);
+            }
+            Err(error) => blocked.because(&error.to_string()),
+        }
+    }
 }
 
 /// Makes the error of a port that cannot be used.

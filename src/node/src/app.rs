@@ -123,7 +123,8 @@ pub async fn build(
     files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
     let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, shutdown).await?;
 
-    let installation = installation::find(&config.state_dir, kept.may_have_vms(), cluster.as_ref()).await?;
+    let (admin, may_have_vms) = ((config.admin_listen, &ready), kept.may_have_vms());
+    let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;
     let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
     parts.start(&mut tasks, &ready).await;
@@ -134,10 +135,9 @@ pub async fn build(
         inbox.done(&note)?;
     }
     info!(records, quarantined, "recovered from the ledger");
-    let (every, patience) = (config.ca_roll_over, config.ca_follow_timeout);
-    let rotation = rotate::run(parts.trust.clone(), parts.relay.clone(), sandboxes.clone(), every, patience);
-    spawn(&mut tasks, "rotation of the CA", rotation);
+    parts.rotate(&mut tasks, &config, sandboxes.clone());
     if let Some(cluster) = cluster.clone() {
+        spawn(&mut tasks, "installation", installation::compare(&cluster, &installation, &ready));
         let sweep = sweep::run(cluster, sandboxes.clone(), unread, config.sandbox.cluster_id.clone());
         spawn(&mut tasks, "garbage collection of PeerPods", sweep);
     }
@@ -284,6 +284,13 @@ impl Parts {
         if let Some(wireguard) = tunnel.wireguard().cloned() {
             spawn(tasks, "encrypted tunnel", wireguard_fds::run(relay.clone(), wireguard));
         }
+    }
+
+    /// Starts the rotation of the CA.
+    fn rotate(&self, tasks: &mut Tasks, config: &NodeConfig, sandboxes: Sandboxes) {
+        let (every, patience) = (config.ca_roll_over, config.ca_follow_timeout);
+        let rotation = rotate::run(self.trust.clone(), self.relay.clone(), sandboxes, every, patience);
+        spawn(tasks, "rotation of the CA", rotation);
     }
 
     fn sandbox_settings(&self, config: &NodeConfig) -> Settings {

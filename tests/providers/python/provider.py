@@ -87,6 +87,12 @@ class Failure(Exception):
         self.error = {"class": kind, "text": text, "field": field}
 
 
+def owns(owner, mark):
+    """Whether the VM with this mark is the owner's. An older VM has no installation: its names decide."""
+    names = all(mark[name] == owner[name] for name in ("cluster_id", "node_name"))
+    return names and mark.get("installation", "") in ("", owner["installation"])
+
+
 def answers(method):
     """A Failure is an answer, too."""
 
@@ -136,7 +142,7 @@ class Shelf:
                 record = json.load(file) if path else None
         except FileNotFoundError:
             return None
-        return record if record and record["owner"] == owner else None
+        return record if record and owns(owner, record["owner"]) else None
 
     def write(self, record):
         path = self.path(record["id"])

@@ -1,5 +1,7 @@
 //! Tests of the port with the requests of a scraper and a kubelet.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -34,6 +36,28 @@ async fn metrics_are_shown_as_openmetrics() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert!(answer.contains("application/openmetrics-text; version=1.0.0"), "{answer}");
     assert!(answer.contains("peerpod_things_total 3\n") && answer.contains("# EOF"), "{answer}");
+}
+
+#[tokio::test]
+async fn a_start_that_waits_is_alive_and_frees_the_port() {
+    let (address, ready) = ("127.88.0.1:18080".parse().unwrap(), Ready::new());
+    let (asked, seen) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+    let ask = || async {
+        if !asked.swap(true, Ordering::Relaxed) {
+            return Err("the API server is away");
+        }
+        for path in ["/healthz", "/readyz"] {
+            let answer = get(address, path).await;
+            seen.lock().push(answer);
+        }
+        Ok(7)
+    };
+    assert_eq!(wait_for("installation", (address, &ready), ask).await.unwrap(), 7);
+    let seen = seen.into_inner();
+    assert!(seen[0].starts_with("HTTP/1.1 200") && seen[1].starts_with("HTTP/1.1 503"), "{seen:?}");
+    assert!(seen[1].contains(r#""installation":"the API server is away""#), "{seen:?}");
+    assert!(ready.is_ready());
+    serve(address, Arc::default(), ready).await.unwrap();
 }
 
 #[tokio::test]

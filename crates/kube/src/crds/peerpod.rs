@@ -130,6 +130,13 @@ pub enum Phase {
     Unwanted,
 }
 
+impl Phase {
+    /// Whether the node has recorded a stop of this very sandbox.
+    pub fn is_stopped(self) -> bool {
+        matches!(self, Phase::Leaving | Phase::Gone | Phase::Unwanted)
+    }
+}
+
 /// One stage on the way to a running pod.
 #[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, PartialEq)]
 #[serde(rename_all = "camelCase")]

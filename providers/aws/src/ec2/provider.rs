@@ -154,8 +154,12 @@ impl Aws {
                     }
                 }
                 _ if may_be_denied => {}
-                Some(_) => return Err(Error::not_found(format!("{what}: it has another owner"))),
-                None if since.elapsed() < UNKNOWN => {}
+                // EC2 may show a new VM before its tags.
+                Some(seen) if seen.tags.contains_key(tags::CLUSTER) => {
+                    return Err(Error::not_found(format!("{what}: it has another owner")));
+                }
+                _ if since.elapsed() < UNKNOWN => {}
+                Some(_) => return Err(Error::not_found(format!("{what}: it has no tag of a cluster"))),
                 None => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
             }
             tokio::time::sleep(pause).await;

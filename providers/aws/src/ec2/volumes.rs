@@ -169,7 +169,13 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
         let seen = ec2.volumes.ask(volume.clone(), until(), &what).await?;
         let seen = seen.ok_or_else(|| Error::not_found(format!("{what}: there is no such volume")))?;
         match seen.on.iter().find(|(vm, _)| vm == id.as_str()) {
-            Some((_, true)) => return Ok(identity(volume)),
+            Some((_, true)) => {
+                // An attachment that this call did not request proves no owner.
+                if !is_asked {
+                    aws.wait_for(id, &what, |_| true).await?;
+                }
+                return Ok(identity(volume));
+            }
             Some((_, false)) => {}
             None if !is_asked || seen.is_available => {
                 if let Some((other, _)) = seen.on.first() {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use kube::Api;
 use kube::runtime::events::{Recorder, Reporter};
-use kube::{Api, Client};
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Drain, Shutdown};
@@ -36,11 +36,9 @@ pub(crate) struct BoundController {
     parts: Parts,
 }
 
-/// Interval of the requests to an API server that is away at the start.
-const ASK_AGAIN: Duration = Duration::from_secs(2);
-
-/// Reads credentials and the cluster's UID, opens the provider and binds the port. Waits while the API server is away.
-/// Fails if something is missing; the error names it and a remedy.
+/// Reads credentials and the cluster's UID, which marks its VMs, opens the provider and binds the port. Waits while the
+/// API server is away, and answers on the port meanwhile. Fails if something is missing; the error names it and a
+/// remedy.
 pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
     let Settings { controller: config, .. } = &settings;
     let mut registry = Registry::default();
@@ -48,8 +46,10 @@ pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Re
     let client = client::connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
     let (admin_listen, election) = (config.admin_listen, config.election.clone());
-    let parts = Parts::open(settings, installation(&client).await, &mut registry).await?;
     let ready = Ready::new();
+    let ask = || client::cluster_uid(&client);
+    let installation = admin::wait_for("installation", (admin_listen, &ready), ask).await?;
+    let parts = Parts::open(settings, installation, &mut registry).await?;
     ready.not_ready("lease", "the API server was not asked yet");
     let admin = admin::serve(admin_listen, Arc::new(registry), ready.clone()).await?;
     let identity = election.identity.clone();
@@ -64,22 +64,6 @@ pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Re
         drain: Drain::new(),
     };
     Ok(BoundController { admin, identity, context, election, leading, parts })
-}
-
-/// Returns the UID of the cluster, which marks its VMs.
-async fn installation(client: &Client) -> String {
-    let mut said = false;
-    loop {
-        match client::cluster_uid(client).await {
-            Ok(uid) => return uid,
-            Err(error) if !said => {
-                warn!(%error, "cannot read the id of the cluster, which marks its VMs; trying again");
-                said = true;
-            }
-            Err(_) => {}
-        }
-        tokio::time::sleep(ASK_AGAIN).await;
-    }
 }
 
 /// Registers the metric of the leader election.

@@ -15,7 +15,7 @@ use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
 use parking_lot::Mutex;
 use peerpod_kube::client::Error;
-use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodStatus};
+use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodStatus, Phase};
 use peerpod_provider_api::{IdempotencyKey, Owned};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
@@ -54,16 +54,40 @@ pub(crate) struct Recorded {
     pub sandbox: String,
     pub instance: Option<String>,
     pub key: Option<String>,
+    /// Whether its sandbox was stopped, or it is being deleted and its pod is unknown: the controller leaves the VM of
+    /// an unknown pod to a live node.
+    pub is_over: bool,
 }
 
 impl Recorded {
-    /// Whether the VM may belong to this PeerPod. A VM that lost its key may belong to any sandbox.
+    fn of(object: PeerPod) -> Option<Recorded> {
+        let namespace = object.metadata.namespace?;
+        let owners = object.metadata.owner_references.unwrap_or_default();
+        let pod = owners.into_iter().find(|owner| owner.kind == "Pod").map(|owner| PodRef {
+            namespace: namespace.clone(),
+            name: owner.name,
+            uid: Some(owner.uid),
+        });
+        let is_stopped = object.status.and_then(|status| status.phase).is_some_and(Phase::is_stopped);
+        Some(Recorded {
+            is_over: is_stopped || (pod.is_none() && object.metadata.deletion_timestamp.is_some()),
+            pod,
+            namespace,
+            name: object.metadata.name?,
+            sandbox: object.spec.sandbox_id?,
+            instance: object.spec.instance_id,
+            key: object.spec.idempotency_key,
+        })
+    }
+
+    /// Whether the VM may belong to this PeerPod. A VM that lost its key may belong to any sandbox. The VMs of a batch
+    /// share the batch's key, so that a key of another sandbox counts only until the VM is known.
     pub(crate) fn may_have(&self, vm: &Owned, cluster_id: &str) -> bool {
         let Some(key) = &vm.key else { return true };
         let mut attempts =
             (0..MAX_ATTEMPTS).map(|attempt| IdempotencyKey::derive(cluster_id, &self.sandbox, attempt));
         self.instance.as_deref() == Some(vm.id.as_str())
-            || self.key.as_deref() == Some(key.as_str())
+            || self.instance.is_none() && self.key.as_deref() == Some(key.as_str())
             || attempts.any(|other| other == *key)
     }
 }
@@ -365,23 +389,7 @@ impl Writer {
             let mut params = ListParams::default().fields(&format!("spec.nodeName={node}")).limit(500);
             params.continue_token = after;
             let page = self.0.calls.call("list", what.clone(), api.list(&params)).await?;
-            found.extend(page.items.into_iter().filter_map(|object| {
-                let namespace = object.metadata.namespace?;
-                let owners = object.metadata.owner_references.unwrap_or_default();
-                let pod = owners.into_iter().find(|owner| owner.kind == "Pod").map(|owner| PodRef {
-                    namespace: namespace.clone(),
-                    name: owner.name,
-                    uid: Some(owner.uid),
-                });
-                Some(Recorded {
-                    pod,
-                    namespace,
-                    name: object.metadata.name?,
-                    sandbox: object.spec.sandbox_id?,
-                    instance: object.spec.instance_id,
-                    key: object.spec.idempotency_key,
-                })
-            }));
+            found.extend(page.items.into_iter().filter_map(Recorded::of));
             after = page.metadata.continue_.filter(|token| !token.is_empty());
             if after.is_none() {
                 return Ok(found);

@@ -152,14 +152,14 @@ async fn an_emptied_ledger_costs_no_pod_its_vm(rig: &mut Rig) {
     assert!(text.contains(&vm), "{text}");
     assert_eq!(vms(&rig.daemons), [vm]);
     stop_in_time(&running.shim, &running.id).await.unwrap();
-    wait_for("its VM to go", LIMIT, async || Ok(vms(&rig.daemons).is_empty().then_some(())))
-        .await
-        .unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()));
     rig.delete_pod("forgotten");
-    // A start compares the PeerPods with the tombstones.
+    // A start compares the VMs and the PeerPods with the tombstones.
     rig.daemons.kill_node().unwrap();
     rig.daemons.start_node().unwrap();
     rig.daemons.ready().await.unwrap();
+    wait_for("its VM to go", LIMIT, async || Ok(vms(&rig.daemons).is_empty().then_some(())))
+        .await
+        .unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()));
     rig.exactly(&[]).await;
 }
 

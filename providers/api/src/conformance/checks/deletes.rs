@@ -124,6 +124,8 @@ async fn survives(trial: &Trial, stranger: &dyn Provider, id: &InstanceId) -> Ch
         let attached = ours.attach(id, &disk).await;
         hold!(matches!(attached, Err(Error::NotFound { .. })), "we attached to its VM: {attached:?}");
         said("another owner's attach", theirs.attach(id, &disk).await)?;
+        let attached = ours.attach(id, &disk).await;
+        hold!(matches!(attached, Err(Error::NotFound { .. })), "we have its attachment: {attached:?}");
         said("detach from another owner's VM", ours.detach(id, &disk.volume).await)?;
         // A VM of ours could have the disk if it were free now.
         let (made, _) = trial.one().await?;

@@ -40,15 +40,10 @@ pub(super) fn decide(facts: &Facts, node_first: Duration) -> Decision {
         return Decision::NodeFirst(node_first - facts.since);
     }
     let node_lost = !facts.node_exists && !facts.daemon_lives;
-    if facts.pod_lives && !stopped(facts.phase) && !node_lost {
+    if facts.pod_lives && !facts.phase.is_some_and(Phase::is_stopped) && !node_lost {
         return Decision::PodLives;
     }
     Decision::Delete
-}
-
-/// Whether the node has recorded a stop of this very sandbox.
-pub(super) fn stopped(phase: Option<Phase>) -> bool {
-    matches!(phase, Some(Phase::Leaving | Phase::Gone | Phase::Unwanted))
 }
 
 #[cfg(test)]
@@ -87,7 +82,9 @@ mod tests {
         for facts in all() {
             let may = facts.ours
                 && (!facts.daemon_lives || facts.since >= FIRST)
-                && (!facts.pod_lives || stopped(facts.phase) || !facts.node_exists && !facts.daemon_lives);
+                && (!facts.pod_lives
+                    || facts.phase.is_some_and(Phase::is_stopped)
+                    || !facts.node_exists && !facts.daemon_lives);
             assert_eq!(decide(&facts, FIRST) == Decision::Delete, may, "{facts:?}");
         }
     }

@@ -8,10 +8,10 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::{Api, ResourceExt};
 use peerpod_kube::client::{self, within};
-use peerpod_kube::crds::PeerPod;
+use peerpod_kube::crds::{PeerPod, Phase};
 use peerpod_kube::{heartbeat, lease};
 
-use super::decide::{Facts, stopped};
+use super::decide::Facts;
 use crate::controller::Context;
 
 /// How long past its own grace period a deleted pod may still be running.
@@ -44,7 +44,7 @@ pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> 
     if let Some(node) = node {
         facts.daemon_lives = daemon_lives(context, node, now).await?;
     }
-    if stopped(phase) {
+    if phase.is_some_and(Phase::is_stopped) {
         return Ok(facts);
     }
     let Some(owner) = owner_of(peerpod) else {
@@ -105,7 +105,7 @@ mod tests {
     use k8s_openapi::api::coordination::v1::LeaseSpec;
     use k8s_openapi::api::core::v1::PodStatus;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, Time};
-    use peerpod_kube::crds::{PeerPodSpec, Phase};
+    use peerpod_kube::crds::PeerPodSpec;
 
     use super::*;
     use crate::controller::vms::decide::{Decision, decide};

@@ -15,6 +15,7 @@ pub(crate) struct View {
     pub id: SandboxId,
     /// Pod as namespace/name, for log lines; `-` if it was never known.
     pub pod: Arc<str>,
+    pub pod_uid: Option<Arc<str>>,
     pub phase: Phase,
     pub started: bool,
     /// Time of creation, ms since 1970.
@@ -33,6 +34,7 @@ impl View {
         View {
             id: record.id.clone(),
             pod: record.pod_name().into(),
+            pod_uid: record.pod.as_ref().and_then(|pod| pod.uid.as_deref()).map(Arc::from),
             phase: record.phase.clone(),
             started: record.started,
             created_ms: record.created_ms,

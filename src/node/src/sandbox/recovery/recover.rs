@@ -106,7 +106,7 @@ impl Orphans {
         loop {
             let pause = match self.pass(&table).await {
                 // The second pass follows soon, so that an orphan of the last crash does not exist for long.
-                Ok(_) if !self.suspects.is_empty() => self.grace.min(every),
+                Ok(_) if self.suspects.keys().any(|id| !self.reported.contains(id)) => self.grace.min(every),
                 Ok(_) => every,
                 Err(error) => {
                     warn!(error, "cannot compare the cloud's VMs with the ledger; trying again");
@@ -121,7 +121,9 @@ impl Orphans {
     pub(crate) async fn pass(&mut self, table: &Sandboxes) -> Result<usize, String> {
         // The list is fetched first, so that a VM that is claimed meanwhile counts as claimed.
         let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
-        let unclaimed = self.unclaimed(&owned, table);
+        let mut unclaimed = self.unclaimed(&owned, table);
+        // No pod runs in these, so that they are deleted even while the API server is away.
+        unclaimed.sort_by_key(|vm| vm.state != OwnedState::Ended);
         self.suspects.retain(|id, _| unclaimed.iter().any(|vm| vm.id == *id));
         self.reported.retain(|id| unclaimed.iter().any(|vm| vm.id == *id));
         let (mut deleted, mut unknown) = (0, None::<Vec<Recorded>>);
@@ -131,13 +133,11 @@ impl Orphans {
             if since.elapsed() < self.grace {
                 continue;
             }
-            if unknown.is_none() {
+            if vm.state != OwnedState::Ended && unknown.is_none() {
                 unknown = Some(unknown_peerpods(table).await?);
             }
-            let may_run = vm.state != OwnedState::Ended;
-            let mut named = unknown.iter().flatten();
-            let named = named.find(|one| may_run && one.may_have(vm, &table.0.settings.cluster_id));
-            if let Some(peerpod) = named {
+            let mut named = unknown.iter().flatten().filter(|_| vm.state != OwnedState::Ended);
+            if let Some(peerpod) = named.find(|one| one.may_have(vm, &table.0.settings.cluster_id)) {
                 self.report(table, id, peerpod);
                 continue;
             }
@@ -213,9 +213,17 @@ impl Orphans {
     }
 }
 
-/// Returns the PeerPods of this node with a sandbox that the table does not know, not even as a tombstone.
+/// Returns the PeerPods of this node with a sandbox that the table does not know, not even as a tombstone, and that a
+/// pod may still need. A pod with another sandbox in the table needs no earlier one.
 async fn unknown_peerpods(table: &Sandboxes) -> Result<Vec<Recorded>, String> {
     let mut peerpods = table.0.ports.kubernetes.recorded().await?;
-    peerpods.retain(|one| one.sandbox.parse::<SandboxId>().map_or(true, |id| table.view(&id).is_none()));
+    let views = table.views();
+    let pods: HashSet<&str> =
+        views.iter().filter(|view| view.phase.is_live()).filter_map(|view| view.pod_uid.as_deref()).collect();
+    peerpods.retain(|one| {
+        let is_unknown = one.sandbox.parse::<SandboxId>().map_or(true, |id| table.view(&id).is_none());
+        let uid = one.pod.as_ref().and_then(|pod| pod.uid.as_deref());
+        is_unknown && !one.is_over && !uid.is_some_and(|uid| pods.contains(uid))
+    });
     Ok(peerpods)
 }

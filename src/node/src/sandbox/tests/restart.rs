@@ -220,19 +220,21 @@ async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
 #[tokio::test(start_paused = true)]
 async fn an_emptied_ledger_keeps_the_vms_that_peerpods_name() {
     let (world, dir) = (World::new(1), Dir::new());
+    world.in_cluster.store(true, Ordering::Relaxed);
     let node = Node::start(&world, &dir).await;
-    for name in ["a", "b", "c"] {
+    for name in ["a", "b", "c", "stopped", "before"] {
         node.run(name).await;
     }
     node.kill().await;
-    for name in ["a", "b", "c"] {
+    for name in ["a", "b", "c", "stopped", "before"] {
         fs::remove_file(dir.0.join(format!("sandboxes/{name}.json"))).unwrap();
     }
     *world.peerpods.lock().unwrap() = Err("the API server is away".into());
     let node = Node::start(&world, &dir).await;
     let mut orphans = Orphans::new(vec![], vec![], Duration::ZERO);
     let error = orphans.pass(&node.table).await.unwrap_err();
-    assert!(error.contains("away") && world.vms() == 3, "{error}");
+    assert!(error.contains("away") && world.vms() == 5, "{error}");
+    node.run("after").await;
     // One names its VM, the other was written before the VM was made.
     let peerpod = |sandbox: &str, vm: Option<&str>| Recorded {
         namespace: "ns".into(),
@@ -241,17 +243,24 @@ async fn an_emptied_ledger_keeps_the_vms_that_peerpods_name() {
         sandbox: sandbox.into(),
         instance: vm.map(str::to_owned),
         key: None,
+        is_over: false,
     };
-    *world.peerpods.lock().unwrap() = Ok(vec![peerpod("a", Some("i-1")), peerpod("b", None)]);
-    assert_eq!(orphans.pass(&node.table).await.unwrap(), 1, "no PeerPod names the VM of c");
+    let stopped = Recorded { is_over: true, ..peerpod("stopped", Some("i-4")) };
+    let mut before = peerpod("before", Some("i-5"));
+    before.pod.as_mut().unwrap().uid = Some("uid of default/pod-after".into());
+    // The VMs of a batch have one key.
+    let key = world.state().vms.values().nth(2).unwrap().key.to_string();
+    let a = Recorded { key: Some(key), ..peerpod("a", Some("i-1")) };
+    *world.peerpods.lock().unwrap() = Ok(vec![a, peerpod("b", None), stopped, before]);
+    assert_eq!(orphans.pass(&node.table).await.unwrap(), 3, "no PeerPod keeps the VMs of the others");
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     let names: Vec<String> = world.state().vms.keys().map(|vm| vm.to_string()).collect();
-    assert_eq!(names, ["i-1", "i-2"]);
+    assert_eq!(names, ["i-1", "i-2", "i-6"]);
     let said: Vec<_> = world.state().said.iter().map(|(pod, reason, _)| (pod.clone(), *reason)).collect();
     assert_eq!(said, [("ns/a".to_owned(), "RecordLost"), ("ns/b".to_owned(), "RecordLost")], "each once");
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     node.table.stop(&id("b"), Stop::Called).await.unwrap();
-    assert_eq!((orphans.pass(&node.table).await.unwrap(), world.vms()), (2, 0), "their pods have ended");
+    assert_eq!((orphans.pass(&node.table).await.unwrap(), world.vms()), (2, 1), "their pods have ended");
     node.kill().await;
 }
 
