@@ -4,6 +4,9 @@
 //! therefore survive a restart of the guest; a small record on disk identifies its process. A kata-agent that dies
 //! before the first container is started again, and the pod loses nothing. Later, its containers are lost with it, and
 //! a new kata-agent would not know them: it stays dead, and the guest reports that to the node.
+//!
+//! Nobody else reaches the kata-agent before the VM has its assignment, and the kata-agent the policy of the pod's
+//! initdata. A kata-agent that does not take the policy is never used.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt;
@@ -17,10 +20,14 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use peerpod_common::backoff::Backoff;
+use peerpod_proto::agent::SetPolicyRequest;
+use peerpod_proto::agent_ttrpc::AgentServiceClient;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
+use ttrpc::asynchronous::transport::Socket;
+use ttrpc::context;
 
 use self::output::Output;
 use crate::config::Settings;
@@ -39,17 +46,21 @@ const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Uptime after which a death does not count as a failed start.
 const STABLE: Duration = Duration::from_secs(10);
+/// Time limit of SetPolicy. The kata-agent compiles the policy meanwhile; a shim waits 300 s for it.
+const POLICY_LIMIT: Duration = Duration::from_secs(30);
+/// Size limit of the record of the policy in bytes.
+const POLICY_RECORD_LEN: u64 = 4096;
 const RECORD_VERSION: u32 = 1;
 const DEAD: &str = "the kata-agent died with running containers; the pod is lost";
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not running yet, or being started again.
+    /// Not running yet, being started again, or without the pod's policy.
     Starting,
-    /// Its socket accepts connections.
+    /// Its socket accepts connections, and it enforces the pod's policy.
     Listening,
-    /// Dead, with containers; it is not started again.
-    Dead,
+    /// Never usable again, for this reason: it is dead and has containers, or it did not take the pod's policy.
+    Unusable(String),
 }
 
 /// Record on disk that identifies the kata-agent's process.
@@ -67,6 +78,10 @@ pub(crate) struct Agent {
     marker: PathBuf,
     output: Output,
     containers: AtomicBool,
+    /// The pod's policy, if it has one; `None`: the VM has no assignment yet.
+    policy: watch::Sender<Option<Option<String>>>,
+    /// Record of the process that has the policy.
+    policy_record: PathBuf,
     status: Arc<Status>,
     phase: watch::Sender<Phase>,
 }
@@ -89,6 +104,8 @@ impl Agent {
             containers: AtomicBool::new(marker.exists()),
             marker,
             output: Output::new(settings.state_dir.join("agent.output"), ring),
+            policy: watch::Sender::new(None),
+            policy_record: settings.state_dir.join("policy.json"),
             status,
             phase: watch::Sender::new(Phase::Starting),
         }
@@ -104,15 +121,23 @@ impl Agent {
         }
     }
 
+    /// Lets others reach the kata-agent, after it has this policy (Rego), if any. The first call counts.
+    pub(crate) fn assign(&self, policy: Option<&str>) {
+        self.policy.send_if_modified(|assigned| {
+            let is_first = assigned.is_none();
+            assigned.get_or_insert_with(|| policy.map(str::to_owned));
+            is_first
+        });
+    }
+
     /// Returns a receiver of every later change of state.
     pub(crate) fn watch(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
     }
 
     pub(crate) async fn listening(&self, limit: Duration) -> Result<(), String> {
-        match timeout(limit, self.is_listening()).await {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(DEAD.to_owned()),
+        match timeout(limit, self.usable()).await {
+            Ok(usable) => usable,
             Err(_) => Err(format!(
                 "the kata-agent did not listen on {} within {limit:?}; the VM's console has its messages",
                 self.socket.display()
@@ -122,19 +147,22 @@ impl Agent {
 
     /// Connects to the kata-agent. Waits while it starts: the caller bounds the time.
     pub(crate) async fn connect(&self) -> io::Result<UnixStream> {
-        if !self.is_listening().await {
-            return Err(io::Error::new(io::ErrorKind::NotConnected, DEAD));
-        }
+        let usable = self.usable().await;
+        usable.map_err(|reason| io::Error::new(io::ErrorKind::NotConnected, reason))?;
         UnixStream::connect(&self.socket).await
     }
 
-    /// Waits while the kata-agent starts; returns false if it is dead.
-    async fn is_listening(&self) -> bool {
+    /// Waits while the kata-agent starts. Fails with the reason if it is never usable.
+    async fn usable(&self) -> Result<(), String> {
         let mut phase = self.phase.subscribe();
-        phase.wait_for(|phase| *phase != Phase::Starting).await.is_ok_and(|phase| *phase == Phase::Listening)
+        match phase.wait_for(|phase| *phase != Phase::Starting).await.as_deref() {
+            Ok(Phase::Unusable(reason)) => Err(reason.clone()),
+            // The sender lives as long as `self`.
+            _ => Ok(()),
+        }
     }
 
-    /// Supervises the kata-agent. Returns when it is dead for good, or when it listens and another program started it.
+    /// Supervises the kata-agent. Returns when it is unusable, or when it listens and another program started it.
     pub(crate) async fn run(&self) {
         let mut stage = Some(self.status.begin("agent"));
         if !self.command.is_empty()
@@ -147,8 +175,7 @@ impl Agent {
         loop {
             if exits > 0 && self.containers.load(Relaxed) && found.is_none() {
                 self.is_running(false, exits);
-                self.status.error(DEAD);
-                self.phase.send_replace(Phase::Dead);
+                self.unusable(DEAD.to_owned());
                 return;
             }
             let began = Instant::now();
@@ -161,6 +188,9 @@ impl Agent {
                     self.write_record(Some(running.process), exits);
                     self.is_running(true, exits);
                     self.serve(&running, &mut stage).await;
+                    if matches!(*self.phase.borrow(), Phase::Unusable(_)) {
+                        return;
+                    }
                     exits += 1;
                     self.report_exit(&mut running, exits);
                     self.write_record(None, exits);
@@ -169,9 +199,9 @@ impl Agent {
                     // Another program starts the kata-agent: its socket shows when it listens; a failed dial, its
                     // death.
                     tracing::debug!(%error, "another program starts the agent");
-                    self.wait_for_socket().await;
-                    self.now_listening(&mut stage);
+                    self.wait_for_socket(&mut stage).await;
                     self.is_running(true, exits);
+                    self.enforce_policy().await;
                     return;
                 }
                 Err(error) => self.fault(&format!("cannot start {}: {error}", self.command.join(" "))),
@@ -195,27 +225,70 @@ impl Agent {
         self.status.error(text);
     }
 
+    /// Watches the process until its end, or until it is unusable.
     async fn serve(&self, running: &Running, stage: &mut Option<Stage>) {
+        let begin = async {
+            self.wait_for_socket(stage).await;
+            self.enforce_policy().await
+        };
         tokio::select! {
-            () = self.wait_for_socket() => {}
+            is_usable = begin => if !is_usable { return },
             () = running.exit.wait() => return,
         }
-        self.now_listening(stage);
         running.exit.wait().await;
         self.phase.send_if_modified(|phase| std::mem::replace(phase, Phase::Starting) != Phase::Starting);
     }
 
-    fn now_listening(&self, stage: &mut Option<Stage>) {
-        if let Some(stage) = stage.take() {
-            self.status.done(stage);
-        }
-        self.phase.send_replace(Phase::Listening);
-    }
-
-    async fn wait_for_socket(&self) {
+    async fn wait_for_socket(&self, stage: &mut Option<Stage>) {
         while UnixStream::connect(&self.socket).await.is_err() {
             sleep(POLL).await;
         }
+        if let Some(stage) = stage.take() {
+            self.status.done(stage);
+        }
+    }
+
+    /// Waits for the assignment, and gives its policy to the kata-agent that listens. Returns whether it is usable.
+    async fn enforce_policy(&self) -> bool {
+        let mut assigned = self.policy.subscribe();
+        // The sender lives as long as `self`.
+        let policy =
+            assigned.wait_for(Option::is_some).await.ok().and_then(|policy| policy.clone().flatten());
+        if let Some(policy) = policy
+            && let Err(error) = self.set_policy(policy).await
+        {
+            self.unusable(format!(
+                "the kata-agent does not take the policy.rego of the pod's initdata, and the pod must not run \
+                 without it: {error}; use a VM image whose kata-agent enforces policies and permits SetPolicy"
+            ));
+            return false;
+        }
+        self.phase.send_replace(Phase::Listening);
+        true
+    }
+
+    async fn set_policy(&self, policy: String) -> Result<(), String> {
+        let process = self.listener().await.map_err(|error| format!("look for its process: {error}"))?;
+        let record = files::read(&self.policy_record, POLICY_RECORD_LEN).ok().flatten();
+        let holder: Option<ProcessId> = record.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        // An earlier run of this program has set it; the policy itself may forbid to set another.
+        if process.is_some() && process == holder {
+            return Ok(());
+        }
+        let stream = UnixStream::connect(&self.socket).await;
+        let stream = stream.map_err(|error| format!("connect to {}: {error}", self.socket.display()))?;
+        let client = AgentServiceClient::new(ttrpc::asynchronous::Client::new(Socket::from(stream)));
+        let request = SetPolicyRequest { policy, ..SetPolicyRequest::default() };
+        let answer = client.set_policy(context::with_duration(POLICY_LIMIT), &request).await;
+        answer.map_err(|error| format!("SetPolicy: {error}"))?;
+        tracing::info!("the kata-agent enforces the pod's policy");
+        files::write_json(&self.policy_record, &process)
+            .map_err(|error| format!("write {}: {error}", self.policy_record.display()))
+    }
+
+    fn unusable(&self, reason: String) {
+        self.fault(&reason);
+        self.phase.send_replace(Phase::Unusable(reason));
     }
 
     /// Returns a kata-agent that runs already, if any, and the number of earlier deaths. Repeats a failed look-up: a

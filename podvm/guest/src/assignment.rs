@@ -32,6 +32,8 @@ const VERSION: u32 = 1;
 const FILE: &str = "plan.pb";
 const INITDATA: &str = "initdata";
 const DIGEST: &str = "initdata.digest";
+/// File of initdata with the kata-agent's policy.
+const POLICY: &str = "policy.rego";
 /// Size limit of a plan in bytes: a plan is mostly initdata, which came in one ttrpc frame.
 pub(crate) const MAX_LEN: u64 = 5 << 20;
 /// Limit of the node's stored addresses.
@@ -50,6 +52,10 @@ pub(crate) enum Error {
     Version(u32),
     #[error("this VM belongs to sandbox {ours}, not to {theirs}; a VM is never given to a second pod")]
     OtherSandbox { ours: String, theirs: String },
+    #[error(
+        "this VM has initdata {ours:?}, not {theirs:?}; the first assignment's initdata counts for a VM's whole life"
+    )]
+    OtherInitdata { ours: String, theirs: String },
     #[error("the assignment has no {0}")]
     Missing(&'static str),
     #[error("{0}")]
@@ -137,12 +143,14 @@ impl PodAssignment {
     /// Applies the node's plan to the VM, which belongs to sandbox `ours`.
     pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
         check(ours, &plan)?;
-        if !plan.initdata.is_empty() {
-            let initdata =
-                Initdata::parse(&plan.initdata).and_then(|initdata| initdata.is(&plan.initdata_digest));
-            initdata.map_err(|error| error.to_string())?;
+        let initdata = initdata_of(&plan)?;
+        if let Some(initdata) = &initdata {
+            initdata.is(&plan.initdata_digest).map_err(|error| error.to_string())?;
         }
         let mut current = self.current.lock().await;
+        if let Some(before) = &*current {
+            same_initdata(initdata_of(before)?, initdata)?;
+        }
         let plan = with_secret_of(plan, current.as_ref());
         let before = current.clone();
         if current.as_ref() != Some(&plan) {
@@ -199,10 +207,10 @@ impl PodAssignment {
 
     /// Writes initdata's files to the place where components read them, and its digest for measuring programs.
     fn initdata(&self, plan: &Personalise) -> Result<(), String> {
-        if plan.initdata.is_empty() {
+        let Some(initdata) = initdata_of(plan)? else {
+            self.agent.assign(None);
             return Ok(());
-        }
-        let initdata = Initdata::parse(&plan.initdata).map_err(|error| error.to_string())?;
+        };
         let dir = &self.initdata_dir;
         std::fs::create_dir_all(dir).map_err(|error| format!("making {}: {error}", dir.display()))?;
         for (name, content) in &initdata.files {
@@ -213,7 +221,21 @@ impl PodAssignment {
         write(&dir.join(DIGEST), hex.as_bytes())?;
         self.status.lock().initdata_digest.clone_from(&initdata.digest);
         tracing::info!(digest = initdata.digest, files = initdata.files.len(), "initdata is in place");
+        self.agent.assign(initdata.files.get(POLICY).map(String::as_str));
         Ok(())
+    }
+}
+
+fn initdata_of(plan: &Personalise) -> Result<Option<Initdata>, String> {
+    let is_given = !plan.initdata.is_empty();
+    is_given.then(|| Initdata::parse(&plan.initdata)).transpose().map_err(|error| error.to_string())
+}
+
+fn same_initdata(ours: Option<Initdata>, theirs: Option<Initdata>) -> Result<(), Error> {
+    let digest = |initdata: Option<Initdata>| initdata.map_or_else(String::new, |initdata| initdata.digest);
+    match (digest(ours), digest(theirs)) {
+        (ours, theirs) if ours == theirs => Ok(()),
+        (ours, theirs) => Err(Error::OtherInitdata { ours, theirs }),
     }
 }
 
@@ -362,6 +384,26 @@ mod tests {
         assert_eq!(with_secret_of(of(b"v", b"new"), Some(&before)), of(b"v", b"new"));
         assert_eq!(with_secret_of(of(b"w", b""), Some(&before)), of(b"w", b""), "another volume");
         assert_eq!(with_secret_of(of(b"v", b""), None), of(b"v", b""));
+    }
+
+    #[test]
+    fn the_first_initdata_counts_for_the_whole_life() {
+        let of = |text: &str| {
+            let text = match text {
+                "" => String::new(),
+                text => format!(
+                    "algorithm = \"sha256\"\nversion = \"0.1.0\"\n[data]\n\"policy.rego\" = \"{text}\"\n"
+                ),
+            };
+            initdata_of(&Personalise { initdata: text, ..plan("a") }).unwrap()
+        };
+        for same in ["", "one"] {
+            assert!(same_initdata(of(same), of(same)).is_ok());
+        }
+        for (ours, theirs) in [("one", "two"), ("one", ""), ("", "two")] {
+            let error = same_initdata(of(ours), of(theirs)).unwrap_err().to_string();
+            assert!(error.contains("whole life"), "{error}");
+        }
     }
 
     #[test]

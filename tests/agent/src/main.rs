@@ -13,6 +13,7 @@ mod container;
 mod error;
 mod files;
 mod image;
+mod policy;
 mod process;
 mod service;
 mod stats;

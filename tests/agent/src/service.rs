@@ -11,9 +11,9 @@ use peerpod_proto::agent::{
     CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
     DestroySandboxRequest, Empty, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
     GuestDetailsResponse, HealthCheckResponse, OOMEvent, ReadStreamRequest, ReadStreamResponse,
-    RemoveContainerRequest, SignalProcessRequest, StartContainerRequest, StatsContainerRequest,
-    StatsContainerResponse, VersionCheckResponse, WaitProcessRequest, WaitProcessResponse,
-    WriteStreamRequest, WriteStreamResponse,
+    RemoveContainerRequest, SetPolicyRequest, SignalProcessRequest, StartContainerRequest,
+    StatsContainerRequest, StatsContainerResponse, VersionCheckResponse, WaitProcessRequest,
+    WaitProcessResponse, WriteStreamRequest, WriteStreamResponse,
 };
 use peerpod_proto::agent_ttrpc::{AgentService, Health};
 use tokio::sync::watch;
@@ -21,12 +21,14 @@ use ttrpc::asynchronous::TtrpcContext;
 use ttrpc::{Code, Result};
 
 use crate::container::Containers;
+use crate::policy::Policy;
 use crate::process::Output;
 use crate::storage::Storages;
 use crate::{error, files, image, stats};
 
 /// Methods of the service; all others answer UNIMPLEMENTED.
 pub(crate) const METHODS: &[&str] = &[
+    "SetPolicy",
     "CreateSandbox",
     "DestroySandbox",
     "GetGuestDetails",
@@ -72,6 +74,7 @@ pub(crate) struct Agent {
     root: PathBuf,
     containers: Containers,
     storages: Storages,
+    policy: Policy,
     done: watch::Sender<bool>,
 }
 
@@ -79,12 +82,27 @@ impl Agent {
     /// Returns the agent and a receiver that turns true when the program is to end.
     pub(crate) fn new(root: PathBuf) -> (Agent, watch::Receiver<bool>) {
         let (done, receiver) = watch::channel(false);
-        (Agent { root, containers: Containers::default(), storages: Storages::default(), done }, receiver)
+        (
+            Agent {
+                root,
+                containers: Containers::default(),
+                storages: Storages::default(),
+                policy: Policy::default(),
+                done,
+            },
+            receiver,
+        )
     }
 }
 
 #[async_trait]
 impl AgentService for Agent {
+    async fn set_policy(&self, _: &TtrpcContext, request: SetPolicyRequest) -> Result<Empty> {
+        self.policy.check("SetPolicyRequest")?;
+        self.policy.set(&request.policy)?;
+        Ok(Empty::new())
+    }
+
     async fn create_sandbox(&self, _: &TtrpcContext, request: CreateSandboxRequest) -> Result<Empty> {
         // Like the real agent, errors included: all files below the root are removed, even the agent's own socket.
         drop(fs::remove_dir_all(&self.root));
@@ -179,6 +197,7 @@ impl AgentService for Agent {
     }
 
     async fn exec_process(&self, _: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
+        self.policy.check("ExecProcessRequest")?;
         let specification =
             request.process.as_ref().ok_or_else(|| error::errno(nix::errno::Errno::EINVAL))?;
         self.containers.exec(&request.container_id, request.exec_id, specification)?;

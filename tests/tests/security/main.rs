@@ -6,4 +6,5 @@
 mod guest_common;
 mod hostile;
 mod hostile_guest;
+mod policy;
 mod trust;

@@ -5,6 +5,11 @@ use std::os::unix::net::UnixListener;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use peerpod_proto::agent::Empty;
+use peerpod_proto::agent_ttrpc::{AgentService, create_agent_service};
+use ttrpc::Code;
+use ttrpc::asynchronous::transport::Listener;
+use ttrpc::asynchronous::{Server, TtrpcContext};
 
 use super::*;
 use crate::files::testing::TempDir;
@@ -12,6 +17,7 @@ use crate::files::testing::TempDir;
 const SOCKET: &str = "PEERPOD_TEST_AGENT_SOCKET";
 const KEEPER: &str = "PEERPOD_TEST_AGENT_KEEPER";
 const DELAY: &str = "PEERPOD_TEST_AGENT_DELAY_MS";
+const POLICIES: &str = "PEERPOD_TEST_AGENT_POLICIES";
 
 /// Role of the kata-agent: not a test by itself, does nothing without its variable.
 #[test]
@@ -21,8 +27,41 @@ fn be_an_agent() {
     let delay = std::env::var(DELAY).ok().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     std::thread::sleep(Duration::from_millis(delay));
     let listener = UnixListener::bind(socket).unwrap();
+    if let Ok(policies) = std::env::var(POLICIES) {
+        return serve_policies(listener, policies.into());
+    }
     let connections: Vec<_> = listener.incoming().take(1000).collect();
     drop(connections);
+}
+
+/// Kata-agent that accepts one policy, which forbids any other, and keeps it in a file. Without a file it accepts none.
+struct Policies(PathBuf);
+
+#[async_trait::async_trait]
+impl AgentService for Policies {
+    async fn set_policy(&self, _: &TtrpcContext, request: SetPolicyRequest) -> ttrpc::Result<Empty> {
+        let refused = |code, text| Err(ttrpc::Error::RpcStatus(ttrpc::get_status(code, text)));
+        if self.0.as_os_str().is_empty() {
+            return refused(Code::UNIMPLEMENTED, "SetPolicy is not supported");
+        }
+        if self.0.exists() {
+            return refused(Code::PERMISSION_DENIED, "SetPolicyRequest is blocked by policy");
+        }
+        std::fs::write(&self.0, request.policy).unwrap();
+        Ok(Empty::new())
+    }
+}
+
+fn serve_policies(listener: UnixListener, file: PathBuf) {
+    listener.set_nonblocking(true).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+        let services = create_agent_service(Arc::new(Policies(file)));
+        let mut server = Server::new().add_listener(Listener::from(listener)).register_service(services);
+        server.start().await.unwrap();
+        std::future::pending::<()>().await;
+    });
 }
 
 fn settings(dir: &Path, delay_ms: u32) -> Settings {
@@ -49,8 +88,13 @@ struct Kept {
 }
 
 fn keep(settings: &Settings) -> Kept {
+    keep_with(None, settings)
+}
+
+fn keep_with(policy: Option<&str>, settings: &Settings) -> Kept {
     let status = Arc::new(Status::new(std::path::Path::new("/nonexistent"), false));
     let agent = Arc::new(Agent::new(settings, status.clone(), Ring::new(true)));
+    agent.assign(policy);
     let task = tokio::spawn({
         let agent = agent.clone();
         async move { agent.run().await }
@@ -122,7 +166,10 @@ async fn an_agent_that_dies_with_containers_is_reported_and_not_restarted() {
     kept.agent.has_containers();
     kill_9(kept.pid());
     let mut phase = kept.agent.watch();
-    timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
+    timeout(Duration::from_secs(20), phase.wait_for(|p| matches!(p, Phase::Unusable(_))))
+        .await
+        .unwrap()
+        .unwrap();
     kept.task.await.unwrap();
     let report = kept.status.report();
     assert!(!report.agent_running && report.error.contains("died with running containers"));
@@ -155,7 +202,10 @@ async fn a_restarted_guest_finds_its_agent_with_and_without_a_record() {
     third.agent.has_containers();
     kill_9(pid);
     let mut phase = third.agent.watch();
-    timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
+    timeout(Duration::from_secs(20), phase.wait_for(|p| matches!(p, Phase::Unusable(_))))
+        .await
+        .unwrap()
+        .unwrap();
 }
 
 /// Runs in a process of its own, because the descriptor limit is per process: a kata-agent runs, and this program has
@@ -270,4 +320,65 @@ fn a_file_that_is_no_socket_is_not_removed() {
     std::fs::write(&path, "").unwrap();
     assert!(remove_stale_socket(&path).unwrap_err().to_string().contains("not a socket"));
     assert!(path.exists());
+}
+
+/// Settings whose kata-agent accepts one policy into this file; with an empty path it accepts none.
+fn with_policies(dir: &Path, file: &Path) -> Settings {
+    let mut settings = settings(dir, 0);
+    let mut agent = settings.agent.clone();
+    agent.insert(1, format!("{POLICIES}={}", file.display()));
+    settings.agent = agent;
+    settings
+}
+
+#[tokio::test]
+async fn nobody_reaches_the_agent_before_the_assignment() {
+    let dir = TempDir::new();
+    let settings = settings(dir.path(), 0);
+    let status = Arc::new(Status::new(Path::new("/nonexistent"), false));
+    let agent = Arc::new(Agent::new(&settings, status.clone(), Ring::new(true)));
+    let kept = agent.clone();
+    let task = tokio::spawn(async move { kept.run().await });
+    until(|| status.report().stages.iter().any(|stage| stage.name == "agent" && stage.took_us > 0)).await;
+    timeout(Duration::from_millis(50), agent.connect()).await.unwrap_err();
+    agent.assign(None);
+    agent.connect().await.unwrap();
+    kill_9(agent.read_record().unwrap().unwrap().process.unwrap().pid);
+    task.abort();
+}
+
+#[tokio::test]
+async fn each_agent_gets_the_first_policy_once_before_anyone_reaches_it() {
+    let dir = TempDir::new();
+    let file = dir.path().join("accepted");
+    let settings = with_policies(dir.path(), &file);
+    let first = keep_with(Some("package first"), &settings);
+    first.agent.assign(Some("package second"));
+    first.agent.connect().await.unwrap();
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "package first");
+    // The kata-agent refuses a second policy, and the next run of this program sends none.
+    first.die();
+    let second = keep_with(Some("package first"), &settings);
+    second.agent.connect().await.unwrap();
+    // A new kata-agent has no policy.
+    std::fs::remove_file(&file).unwrap();
+    let mut phase = second.agent.watch();
+    kill_9(second.pid());
+    phase.changed().await.unwrap();
+    second.agent.connect().await.unwrap();
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "package first");
+    kill_9(second.pid());
+    second.die();
+}
+
+#[tokio::test]
+async fn an_agent_that_takes_no_policy_is_never_reached() {
+    let dir = TempDir::new();
+    let kept = keep_with(Some("package agent_policy"), &with_policies(dir.path(), Path::new("")));
+    let error = kept.agent.listening(Duration::from_secs(20)).await.unwrap_err();
+    assert!(error.contains("policy.rego") && error.contains("SetPolicy is not supported"), "{error}");
+    assert_eq!(kept.agent.connect().await.unwrap_err().kind(), io::ErrorKind::NotConnected);
+    assert!(kept.status.report().error.contains("policy.rego"));
+    kill_9(kept.pid());
+    kept.task.await.unwrap();
 }

@@ -1,0 +1,144 @@
+//! Measures bulk data of an exec in a VM that boots (libvirt, emulated): through relay and guest, and through a plain
+//! copy of bytes from a Unix socket over TCP to the agent's socket, as two `socat` make it. The two take turns.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
+use peerpod_proto::agent::CreateSandboxRequest;
+use peerpod_world::{Daemons, Libvirtd, Settings, World, eventually};
+use tokio::net::{TcpSocket, UnixListener};
+
+use crate::load::quantile;
+use crate::report::{Goal, Report};
+
+const BOOT: Duration = Duration::from_secs(180);
+const PATIENCE: Duration = Duration::from_secs(60);
+const ROUNDS: usize = 15;
+/// Calls of one turn, and the bytes of each. Shims read a container's input in pieces of 8 to 32 KiB.
+const CALLS: usize = 32;
+const PIECE: usize = 8 << 10;
+const CONTAINER: &str = "main";
+/// Port of the plain copy in the VM, and the socket of the image's kata-agent.
+const PORT: &str = "7070";
+const AGENT: &str = "/run/peerpod/agent.sock";
+
+/// Runs the measurement with the image in this folder.
+pub(crate) async fn run(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let world = World::new()?;
+    let libvirtd = Libvirtd::start(&world)?;
+    let settings = Settings::privileged()
+        .set("log.level", "info")
+        .set("provider.libvirt.memory-mib", 512)
+        .set("provider.libvirt.vcpus", 1);
+    let daemons = Daemons::start(&world, libvirtd.settings(image, settings)?).await?;
+    let shim = daemons.shim().await?;
+    let pod = world.pod()?;
+    let annotations = Annotations::new("bench", "stdin").size("1", 512);
+    let socket = shim.create_vm("stdin", annotations, &pod.namespace().path()).await?;
+    shim.start_vm_within("stdin", BOOT).await.with_context(|| daemons.log_tails())?;
+    let ours = AgentClient::connect(&socket).await?;
+    ours.create_sandbox(&CreateSandboxRequest { sandbox_id: "stdin".into(), ..Default::default() }).await?;
+    for (container, arguments) in
+        [(CONTAINER, &["sleep", "infinity"][..]), ("forward", &["peerpod-test-tool", "forward", PORT, AGENT])]
+    {
+        ours.create_container(&ContainerSpec::new(container, arguments).request()).await?;
+        ours.start_container(container).await?;
+    }
+    let vm = address(&daemons)?;
+    let plain = plain_copy(&world, folder.join("plain.sock"), vm)?;
+    let plain = eventually("the plain copy answers", PATIENCE, async || {
+        let client = AgentClient::connect(&plain).await.ok()?;
+        tokio::time::timeout(Duration::from_secs(2), client.check()).await.ok()?.ok()?;
+        Some(client)
+    });
+    let plain = plain.await?;
+    for (name, command, is_read) in
+        [("exec_stdin", "cat > /dev/null", false), ("exec_stdin_and_stdout", "cat", true)]
+    {
+        let (mut through_ours, mut through_plain, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        for round in 0..=ROUNDS {
+            let plain = turn(&plain, &format!("{name}-plain-{round}"), command, is_read).await?;
+            let ours = turn(&ours, &format!("{name}-ours-{round}"), command, is_read).await?;
+            if round > 0 {
+                through_ours.push(ours);
+                through_plain.push(plain);
+                ratios.push(ours / plain);
+            }
+        }
+        let median = |figures: &mut Vec<f64>| quantile(figures, 0.5).context("no turns");
+        let words = "MB/s of an exec's data, in calls of 8 KiB; emulated VM";
+        report.figure(&format!("{name}_mbs"), median(&mut through_ours)?, Goal::None, words);
+        report.figure(
+            &format!("{name}_plain_mbs"),
+            median(&mut through_plain)?,
+            Goal::None,
+            "the same, by a plain copy",
+        );
+        report.figure(
+            &format!("{name}_vs_plain"),
+            median(&mut ratios)?,
+            Goal::AtLeast(0.9),
+            "the two above, turn by turn; the median",
+        );
+    }
+    shim.stop_vm("stdin").await?;
+    daemons.gone("stdin", PATIENCE).await
+}
+
+/// Returns the address of the only VM.
+fn address(daemons: &Daemons) -> anyhow::Result<IpAddr> {
+    let entry = daemons.ledger()?.into_iter().next().context("the ledger has no sandbox")?;
+    let addresses = entry.record["addresses"].as_array().context("the record has no addresses")?;
+    let mut read = addresses.iter().filter_map(|one| one.as_str()?.parse().ok());
+    read.find(IpAddr::is_ipv4).with_context(|| format!("no IPv4 address among {addresses:?}"))
+}
+
+/// Copies each connection to this socket to the VM's port, from the node's network namespace.
+fn plain_copy(world: &World, socket: PathBuf, vm: IpAddr) -> anyhow::Result<PathBuf> {
+    let listener = UnixListener::bind(&socket)?;
+    let to = SocketAddr::new(vm, PORT.parse()?);
+    let node = Arc::new(world.node().netns().clone());
+    tokio::spawn(async move {
+        while let Ok((mut from, _)) = listener.accept().await {
+            let node = node.clone();
+            tokio::spawn(async move {
+                let socket = node.run(TcpSocket::new_v4)??;
+                let mut to = socket.connect(to).await?;
+                to.set_nodelay(true)?;
+                tokio::io::copy_bidirectional(&mut from, &mut to).await?;
+                anyhow::Ok(())
+            });
+        }
+    });
+    Ok(socket)
+}
+
+/// Runs one exec that gets all data. Returns its rate in MB/s.
+async fn turn(agent: &AgentClient, exec: &str, command: &str, is_read: bool) -> anyhow::Result<f64> {
+    agent.exec_process(&exec_request(CONTAINER, exec, &["/bin/sh", "-c", command])).await?;
+    let began = Instant::now();
+    let write = async {
+        for _ in 0..CALLS {
+            let written = agent.write_stdin(CONTAINER, exec, vec![b'x'; PIECE]).await?;
+            ensure!(written as usize == PIECE, "{exec}: {written} bytes were written");
+        }
+        Ok(())
+    };
+    let read = async {
+        let mut left = if is_read { CALLS * PIECE } else { 0 };
+        while left > 0 {
+            left -= agent.read_stdout(CONTAINER, exec, PIECE as u32).await?.len();
+        }
+        Ok(())
+    };
+    tokio::try_join!(write, read)?;
+    let took = began.elapsed().as_secs_f64();
+    agent.close_stdin(CONTAINER, exec).await?;
+    let status = agent.wait_process(CONTAINER, exec).await?;
+    ensure!(status == 0, "{exec}: it ended with {status}");
+    Ok((CALLS * PIECE) as f64 / took / 1e6)
+}
