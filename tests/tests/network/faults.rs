@@ -144,7 +144,7 @@ async fn an_underlay_that_loses_encrypted_packets_slows_and_breaks_nothing() {
 }
 
 async fn loses_packets(kind: &str) {
-    let percents: &[u32] = if long() { &[1, 5, 10] } else { &[7] };
+    let percents: &[u32] = if long() { &[1, 5, 10] } else { &[5] };
     for percent in percents {
         let scene = Scene::start("lossy", Settings::none().set("tunnel.kind", kind)).await;
         let _servers = scene.servers();
