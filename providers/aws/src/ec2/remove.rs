@@ -31,7 +31,14 @@ async fn by_ids(
     ids: Vec<String>,
     until: Instant,
 ) -> Result<HashMap<String, ()>, Error> {
-    let mut found = vms::by_ids(ec2.clone(), ids, until).await?;
+    let (mut found, unknown) = vms::by_ids(ec2.clone(), ids.clone(), until).await?;
+    if let Some(id) = ids.iter().find(|id| !found.contains_key(*id) && !unknown.contains(*id)) {
+        // Such a VM may exist, and must not count as deleted.
+        let what = lookup::what("delete of", "VM", &ids);
+        return Err(Error::transient(format!(
+            "{what}: EC2's DescribeInstances neither shows VM {id} nor calls it unknown; it is tried again"
+        )));
+    }
     found.retain(|id, vm| {
         let ours = tags::owns(&owner, &vm.tags);
         if !ours {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
+use aws_sdk_ec2::operation::describe_instances::builders::DescribeInstancesFluentBuilder;
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::Window;
@@ -11,6 +12,7 @@ use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
+use crate::ec2::refusal::Failure;
 use crate::ec2::tags;
 
 /// Maximum number of VMs in a page.
@@ -124,21 +126,26 @@ pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
-    lookup::together(ec2, window, by_ids)
+    let found = |ec2, ids, until| async move { Ok(by_ids(ec2, ids, until).await?.0) };
+    lookup::together(ec2, window, found)
 }
 
-/// Returns those of these VMs that exist.
-pub(crate) async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
+/// Returns those of these VMs that EC2 shows, and the ids that it does not know. An id may be in neither.
+pub(crate) async fn by_ids(
+    ec2: Ec2,
+    ids: Vec<String>,
+    until: Instant,
+) -> Result<(HashMap<String, Vm>, Vec<String>), Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
         let what = lookup::what("look at", "VM", &ids);
         let ask = ec2.client.describe_instances().set_instance_ids(Some(ids));
-        ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await
+        pages(ec2, ask, "look", &what, until).await
     };
-    let (found, _) =
+    let (found, unknown) =
         lookup::of_known(ids, "i-", |code| code.starts_with("InvalidInstanceID"), inspect).await?;
-    let seen = found.into_iter().flat_map(|page| of_reservations(page.reservations));
-    Ok(seen.map(|seen| (seen.id.clone(), seen)).collect())
+    let found = found.into_iter().flatten().map(|seen| (seen.id.clone(), seen));
+    Ok((found.collect(), unknown))
 }
 
 fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Vm> {
@@ -171,23 +178,28 @@ pub(crate) async fn by_key(
 }
 
 async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Result<Vec<Vm>, Error> {
+    let ask = ec2.client.describe_instances().set_filters(Some(filters)).max_results(PAGE);
+    Ok(pages(ec2, ask, "list", what, until).await?)
+}
+
+/// Returns the VMs of all pages of the answer. EC2 may also divide the answer to a request without a page size.
+async fn pages(
+    ec2: &Ec2,
+    mut ask: DescribeInstancesFluentBuilder,
+    subject: &str,
+    what: &str,
+    until: Instant,
+) -> Result<Vec<Vm>, Failure> {
     let mut seen = Vec::new();
-    let mut next: Option<String> = None;
     for _ in 0..MAX_PAGES {
-        let ask = ec2
-            .client
-            .describe_instances()
-            .set_filters(Some(filters.clone()))
-            .max_results(PAGE)
-            .set_next_token(next);
-        let page = ec2.call("DescribeInstances", "list", what, until, || ask.clone().send()).await?;
+        let page = ec2.call("DescribeInstances", subject, what, until, || ask.clone().send()).await?;
         seen.extend(of_reservations(page.reservations));
-        next = page.next_token.filter(|token| !token.is_empty());
-        if next.is_none() {
-            return Ok(seen);
+        match page.next_token.filter(|token| !token.is_empty()) {
+            Some(next) => ask = ask.next_token(next),
+            None => return Ok(seen),
         }
     }
-    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; one node cannot have so many")))
+    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; one node cannot have so many")).into())
 }
 
 fn tag(key: &str, value: &str) -> Filter {
