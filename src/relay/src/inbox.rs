@@ -34,9 +34,10 @@ struct Entry<'a> {
 
 impl Inbox {
     pub(crate) fn open(state_dir: &Path, run_dir: &Path) -> io::Result<Inbox> {
-        let folder = state_dir.join("inbox");
+        let (folder, kept) = (state_dir.join("inbox"), run_dir.join("stops"));
         files::make_folder(&folder)?;
-        Ok(Inbox { folder, kept: run_dir.join("stops") })
+        files::make_folder(&kept)?;
+        Ok(Inbox { folder, kept })
     }
 
     /// Removes half-written files of a process that died; must not run while another process writes.
@@ -53,7 +54,6 @@ impl Inbox {
 
     /// Keeps a stop of `id` until it is recorded, without a wait for the state's disk. Blocking.
     pub(crate) fn keep(&self, id: &SandboxId) -> io::Result<()> {
-        files::make_folder(&self.kept)?;
         files::write_volatile(&self.kept.join(id.as_str()), b"")
     }
 
