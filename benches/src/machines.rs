@@ -40,11 +40,16 @@ void _start(void) {
 /// Runs the measurements. The image and its programs must exist (`make image`).
 pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let target = target()?;
-    let image = target.join("image/minimal");
+    let image = image()?;
     sizes(&image, report)?;
     boots(folder, &image, report)?;
     stages::run(&image, report).await?;
     memory(&target, report).await
+}
+
+/// Returns the folder of the minimal image.
+pub(crate) fn image() -> anyhow::Result<PathBuf> {
+    Ok(target()?.join("image/minimal"))
 }
 
 /// Returns the target folder that this program was built in.

@@ -1,6 +1,6 @@
 //! Measures speed as ratios against a reference in the same run. `make bench` prints a table, writes
 //! `target/bench/summary.json` and fails when a gate is missed.
-//! `peerpod-benches relay net ready check thousand machines` runs only the named parts and keeps the other figures in
+//! `peerpod-benches relay net ready check thousand machines stdin` runs only the named parts and keeps the other figures in
 //! the file.
 
 mod agent;
@@ -15,6 +15,7 @@ mod ready;
 mod relay;
 mod report;
 mod stages;
+mod stdin;
 mod thousand;
 
 use std::path::{Path, PathBuf};
@@ -72,6 +73,9 @@ fn main() -> anyhow::Result<()> {
         }
         if wanted("machines") {
             runtime.block_on(machines::run(&folder, &mut report))?;
+        }
+        if wanted("stdin") {
+            runtime.block_on(stdin::run(&folder, &mut report))?;
         }
         anyhow::Ok(())
     })();

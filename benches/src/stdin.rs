@@ -13,6 +13,7 @@ use peerpod_world::{Daemons, Libvirtd, Settings, World, eventually};
 use tokio::net::{TcpSocket, UnixListener};
 
 use crate::load::quantile;
+use crate::machines;
 use crate::report::{Goal, Report};
 
 const BOOT: Duration = Duration::from_secs(180);
@@ -21,20 +22,22 @@ const ROUNDS: usize = 15;
 /// Calls of one turn, and the bytes of each. Shims read a container's input in pieces of 8 to 32 KiB.
 const CALLS: usize = 32;
 const PIECE: usize = 8 << 10;
+/// Program name of a container that stands for the test agent's tools.
+const TOOL: &str = "peerpod-test-tool";
 const CONTAINER: &str = "main";
 /// Port of the plain copy in the VM, and the socket of the image's kata-agent.
 const PORT: &str = "7070";
 const AGENT: &str = "/run/peerpod/agent.sock";
 
-/// Runs the measurement with the image in this folder.
-pub(crate) async fn run(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()> {
+/// Runs the measurement. The image must exist (`make image`).
+pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
     let libvirtd = Libvirtd::start(&world)?;
     let settings = Settings::privileged()
         .set("log.level", "info")
         .set("provider.libvirt.memory-mib", 512)
         .set("provider.libvirt.vcpus", 1);
-    let daemons = Daemons::start(&world, libvirtd.settings(image, settings)?).await?;
+    let daemons = Daemons::start(&world, libvirtd.settings(&machines::image()?, settings)?).await?;
     let shim = daemons.shim().await?;
     let pod = world.pod()?;
     let annotations = Annotations::new("bench", "stdin").size("1", 512);
@@ -43,7 +46,7 @@ pub(crate) async fn run(folder: &Path, image: &Path, report: &mut Report) -> any
     let ours = AgentClient::connect(&socket).await?;
     ours.create_sandbox(&CreateSandboxRequest { sandbox_id: "stdin".into(), ..Default::default() }).await?;
     for (container, arguments) in
-        [(CONTAINER, &["sleep", "infinity"][..]), ("forward", &["peerpod-test-tool", "forward", PORT, AGENT])]
+        [(CONTAINER, &[TOOL, "pause"][..]), ("forward", &[TOOL, "forward", PORT, AGENT])]
     {
         ours.create_container(&ContainerSpec::new(container, arguments).request()).await?;
         ours.start_container(container).await?;
@@ -57,7 +60,7 @@ pub(crate) async fn run(folder: &Path, image: &Path, report: &mut Report) -> any
     });
     let plain = plain.await?;
     for (name, command, is_read) in
-        [("exec_stdin", "cat > /dev/null", false), ("exec_stdin_and_stdout", "cat", true)]
+        [("exec_stdin", "discard", false), ("exec_stdin_and_stdout", "echo", true)]
     {
         let (mut through_ours, mut through_plain, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=ROUNDS {
@@ -119,7 +122,7 @@ fn plain_copy(world: &World, socket: PathBuf, vm: IpAddr) -> anyhow::Result<Path
 
 /// Runs one exec that gets all data. Returns its rate in MB/s.
 async fn turn(agent: &AgentClient, exec: &str, command: &str, is_read: bool) -> anyhow::Result<f64> {
-    agent.exec_process(&exec_request(CONTAINER, exec, &["/bin/sh", "-c", command])).await?;
+    agent.exec_process(&exec_request(CONTAINER, exec, &[TOOL, command])).await?;
     let began = Instant::now();
     let write = async {
         for _ in 0..CALLS {

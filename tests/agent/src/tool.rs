@@ -4,6 +4,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -11,13 +12,16 @@ use std::time::Duration;
 use std::{fs, thread};
 
 use anyhow::{Context, bail};
+use peerpod_podnet::netns::Netns;
 
 /// Time limit of a fetch, long enough for an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs a tool. `cgroup FOLDER PROGRAM …` executes the program in that cgroup; `chroot FOLDER CWD PROGRAM …` executes it
 /// with the folder as its root, in a working directory that is made if the root has none. `page PORT` serves a page with the client's address until it is killed;
-/// `fetch ADDRESS:PORT` prints one. `pause` waits to be killed.
+/// `fetch ADDRESS:PORT` prints one. `pause` waits to be killed. `forward PORT SOCKET` connects each connection to that
+/// port, in the network namespace of pid 1, with that Unix socket. `echo` copies its input to its output, and `discard`
+/// reads it.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["cgroup", folder, program, ref arguments @ ..] => {
@@ -35,11 +39,22 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
         }
         ["page", port] => serve(port.parse().with_context(|| format!("{port} is not a port"))?),
         ["fetch", address] => fetch(address.parse().with_context(|| format!("{address} is not an address"))?),
+        ["forward", port, socket] => {
+            forward(port.parse().with_context(|| format!("{port} is not a port"))?, Path::new(socket))
+        }
+        ["echo"] => {
+            copy(&mut std::io::stdin(), &mut std::io::stdout());
+            Ok(())
+        }
+        ["discard"] => {
+            copy(&mut std::io::stdin(), &mut std::io::sink());
+            Ok(())
+        }
         ["pause"] => loop {
             thread::park();
         },
         _ => bail!(
-            "tool cgroup FOLDER PROGRAM [ARGUMENT …] | tool chroot FOLDER CWD PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool pause"
+            "tool cgroup FOLDER PROGRAM [ARGUMENT …] | tool chroot FOLDER CWD PROGRAM [ARGUMENT …] | tool page PORT | tool fetch ADDRESS:PORT | tool forward PORT SOCKET | tool echo | tool discard | tool pause"
         ),
     }
 }
@@ -60,6 +75,32 @@ fn serve(port: u16) -> anyhow::Result<()> {
         });
     }
     Ok(())
+}
+
+fn forward(port: u16, socket: &Path) -> anyhow::Result<()> {
+    let netns = Netns::open(Path::new("/proc/1/ns/net"))?;
+    let listener = netns.run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)))?;
+    let listener = listener.with_context(|| format!("listen on {port}"))?;
+    for from in listener.incoming() {
+        let from = from?;
+        from.set_nodelay(true)?;
+        let to = UnixStream::connect(socket).with_context(|| format!("connect to {}", socket.display()))?;
+        let (mut from_reader, mut to_writer) = (from.try_clone()?, to.try_clone()?);
+        let (mut from, mut to) = (from, to);
+        thread::spawn(move || copy(&mut from_reader, &mut to_writer));
+        thread::spawn(move || copy(&mut to, &mut from));
+    }
+    Ok(())
+}
+
+/// Copies like `socat`, which has buffers of 8 KiB. An error ends the connection.
+fn copy(from: &mut impl Read, to: &mut impl Write) {
+    let mut buffer = [0; 8192];
+    while let Ok(length @ 1..) = from.read(&mut buffer) {
+        if to.write_all(&buffer[..length]).is_err() {
+            return;
+        }
+    }
 }
 
 fn answer(mut stream: TcpStream) -> anyhow::Result<()> {
