@@ -399,19 +399,24 @@ impl Shared {
         let token = params.get("ClientToken").filter(|_| promised.contains(&action) && !dry).cloned();
         let Some(token) = token else { return self.done(action, params, lag, boot).await };
         let slot = lock(&self.tokens).entry((action.to_owned(), token)).or_default().clone();
-        let mut slot = slot.lock().await;
-        if let Some((before, answer)) = &*slot {
-            if *before != params {
-                let message = "The client token you have provided was used with other parameters.";
-                return Ok(Answer::refusal(400, "IdempotentParameterMismatch", message));
+        let (shared, action) = (Arc::clone(self), action.to_owned());
+        // EC2 executes a call to its end, also when its caller has gone.
+        let call = tokio::spawn(async move {
+            let mut slot = slot.lock().await;
+            if let Some((before, answer)) = &*slot {
+                if *before != params {
+                    let message = "The client token you have provided was used with other parameters.";
+                    return Ok(Answer::refusal(400, "IdempotentParameterMismatch", message));
+                }
+                return Ok(answer.clone());
             }
-            return Ok(answer.clone());
-        }
-        let answer = self.done(action, params.clone(), lag, boot).await?;
-        if answer.status == 200 {
-            *slot = Some((params, answer.clone()));
-        }
-        Ok(answer)
+            let answer = shared.done(&action, params.clone(), lag, boot).await?;
+            if answer.status == 200 {
+                *slot = Some((params, answer.clone()));
+            }
+            Ok(answer)
+        });
+        call.await?
     }
 
     async fn done(
