@@ -1,6 +1,8 @@
 //! Tests the relay's and the guest's endpoint together, over real sockets, as a shim and an agent see the link.
 
 use super::support;
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
@@ -14,6 +16,17 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+
+/// Starts a relay that listens and an agent; returns the relay, its address, and the agent's socket.
+async fn relay_and_agent(dir: &support::Dir) -> (support::End, SocketAddr, PathBuf) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let to = listener.local_addr().unwrap();
+    let relay = end(Role::Relay, None, Limits::default());
+    support::accept(listener, relay.handle.clone(), None);
+    let path = dir.join("agent.sock");
+    tokio::spawn(support::agent(UnixListener::bind(&path).unwrap()));
+    (relay, to, path)
+}
 
 /// Returns the bytes of a long transfer at a position.
 fn pattern(at: usize, length: usize) -> Vec<u8> {
@@ -245,13 +258,8 @@ async fn while_the_link_is_away_a_connection_waits() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn while_the_link_is_away_the_end_of_a_connection_is_noticed() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let to = listener.local_addr().unwrap();
-    let relay = end(Role::Relay, None, Limits::default());
-    support::accept(listener, relay.handle.clone(), None);
     let dir = support::Dir::new();
-    let path = dir.join("agent.sock");
-    tokio::spawn(support::agent(UnixListener::bind(&path).unwrap()));
+    let (relay, to, path) = relay_and_agent(&dir).await;
     let guest = end(Role::Guest, Some(path), Limits::default());
     support::dial(to, guest.handle.clone(), guest.down, None);
     let connect = || {
@@ -327,13 +335,8 @@ async fn an_idle_link_is_kept_by_heartbeats() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn another_guest_program_means_a_new_session() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let to = listener.local_addr().unwrap();
-    let relay = end(Role::Relay, None, Limits::default());
-    support::accept(listener, relay.handle.clone(), None);
     let dir = support::Dir::new();
-    let path = dir.join("agent.sock");
-    tokio::spawn(support::agent(UnixListener::bind(&path).unwrap()));
+    let (relay, to, path) = relay_and_agent(&dir).await;
     let (mut client, theirs) = UnixStream::pair().unwrap();
     relay.handle.adopt(theirs);
     for round in 0..3 {
