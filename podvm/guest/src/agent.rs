@@ -5,8 +5,8 @@
 //! before the first container is started again, and the pod loses nothing. Later, its containers are lost with it, and
 //! a new kata-agent would not know them: it stays dead, and the guest reports that to the node.
 //!
-//! Nobody else reaches the kata-agent before the VM has its assignment, and the kata-agent the policy of the pod's
-//! initdata. A kata-agent that does not take the policy is never used.
+//! The guest lets no stream through before the VM has its assignment, and the kata-agent the policy of the pod's
+//! initdata. A kata-agent that refuses the policy is never used.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt;
@@ -254,36 +254,42 @@ impl Agent {
         // The sender lives as long as `self`.
         let policy =
             assigned.wait_for(Option::is_some).await.ok().and_then(|policy| policy.clone().flatten());
-        if let Some(policy) = policy
-            && let Err(error) = self.set_policy(policy).await
-        {
-            self.unusable(format!(
-                "the kata-agent does not take the policy.rego of the pod's initdata, and the pod must not run \
-                 without it: {error}; use a VM image whose kata-agent enforces policies and permits SetPolicy"
-            ));
-            return false;
+        let mut pause = Backoff::new(PAUSE, LONGEST_PAUSE);
+        while let Some(policy) = &policy {
+            match self.set_policy(policy).await {
+                Ok(()) => break,
+                Err(error @ ttrpc::Error::RpcStatus(_)) => {
+                    self.unusable(format!(
+                        "the kata-agent refuses the policy.rego of the pod's initdata, and the pod must not run \
+                         without it: {error}; use a VM image whose kata-agent enforces policies and permits SetPolicy"
+                    ));
+                    return false;
+                }
+                // The kata-agent may have ended: then it is started again, and this future is dropped.
+                Err(error) => self.fault(&format!("cannot give the kata-agent its policy: {error}")),
+            }
+            sleep(pause.pause()).await;
         }
         self.phase.send_replace(Phase::Listening);
         true
     }
 
-    async fn set_policy(&self, policy: String) -> Result<(), String> {
-        let process = self.listener().await.map_err(|error| format!("look for its process: {error}"))?;
+    /// Fails with the kata-agent's status if it refuses the policy; any other error decides nothing.
+    async fn set_policy(&self, policy: &str) -> ttrpc::Result<()> {
+        let failed = |attempt: &str, error: io::Error| ttrpc::Error::Others(format!("{attempt}: {error}"));
+        let process = self.listener().await.map_err(|error| failed("look for its process", error))?;
         let record = files::read(&self.policy_record, POLICY_RECORD_LEN).ok().flatten();
         let holder: Option<ProcessId> = record.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         // An earlier run of this program has set it; the policy itself may forbid to set another.
         if process.is_some() && process == holder {
             return Ok(());
         }
-        let stream = UnixStream::connect(&self.socket).await;
-        let stream = stream.map_err(|error| format!("connect to {}: {error}", self.socket.display()))?;
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| failed("connect", error))?;
         let client = AgentServiceClient::new(ttrpc::asynchronous::Client::new(Socket::from(stream)));
-        let request = SetPolicyRequest { policy, ..SetPolicyRequest::default() };
-        let answer = client.set_policy(context::with_duration(POLICY_LIMIT), &request).await;
-        answer.map_err(|error| format!("SetPolicy: {error}"))?;
+        let request = SetPolicyRequest { policy: policy.to_owned(), ..SetPolicyRequest::default() };
+        client.set_policy(context::with_duration(POLICY_LIMIT), &request).await?;
         tracing::info!("the kata-agent enforces the pod's policy");
-        files::write_json(&self.policy_record, &process)
-            .map_err(|error| format!("write {}: {error}", self.policy_record.display()))
+        files::write_json(&self.policy_record, &process).map_err(|error| failed("record it", error))
     }
 
     fn unusable(&self, reason: String) {
