@@ -12,6 +12,7 @@ mod freeze;
 mod handle;
 mod join;
 mod local;
+mod socket;
 mod task;
 mod tls;
 mod transport;

@@ -2,17 +2,15 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use bytes::BytesMut;
-use futures_util::future::{BoxFuture, FutureExt};
+use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncWrite, Interest};
 use tokio::net::UnixStream;
 use tokio::time::{Duration, Instant};
 
-use super::transport::poll_read;
+use super::socket::LocalSocket;
 use super::{Filter, NotFrozen, freeze};
 use crate::base64_bytes;
 use crate::session::CHUNK;
@@ -61,12 +59,12 @@ pub(super) struct LocalState {
 
 enum Socket {
     Dialling(BoxFuture<'static, io::Result<UnixStream>>, Instant),
-    Open(UnixStream),
+    Open(LocalSocket),
 }
 
 impl Local {
-    pub(super) fn accepted(socket: UnixStream, filter: Box<dyn Filter>) -> Local {
-        Local::with(Socket::Open(socket), filter, None)
+    pub(super) fn accepted(socket: UnixStream, filter: Box<dyn Filter>) -> io::Result<Local> {
+        Ok(Local::with(Socket::Open(LocalSocket::new(socket)?), filter, None))
     }
 
     pub(super) fn dialling(
@@ -127,7 +125,7 @@ impl Local {
             answered: state.answered,
             leaving: state.leaving_ms.map(|ms| Instant::now() + Duration::from_millis(ms.min(10_000))),
             deaf: state.deaf,
-            ..Local::accepted(socket, filter)
+            ..Local::accepted(socket, filter)?
         })
     }
 
@@ -156,7 +154,7 @@ impl Local {
         match dial.as_mut().poll(cx) {
             Poll::Pending => Ok(false),
             Poll::Ready(socket) => {
-                self.socket = Socket::Open(socket?);
+                self.socket = Socket::Open(LocalSocket::new(socket?)?);
                 Ok(true)
             }
         }
@@ -167,7 +165,6 @@ impl Local {
         self.owed += received;
         match slices {
             [] => {}
-            // The plain call is cheaper, and small calls have one piece.
             [one] => self.write(cx, one),
             many => self.write_all(cx, many),
         }
@@ -178,7 +175,7 @@ impl Local {
         if let (Socket::Open(socket), true, false) = (&mut self.socket, self.out.is_empty(), self.deaf) {
             let mut vector = [IoSlice::new(&[]); SLICES];
             vector.iter_mut().zip(slices).for_each(|(to, from)| *to = IoSlice::new(from));
-            match Pin::new(socket).poll_write_vectored(cx, &vector[..slices.len()]) {
+            match socket.poll_write(cx, &vector[..slices.len()]) {
                 Poll::Ready(Ok(n)) => written = n,
                 Poll::Ready(Err(_)) => self.deaf = true,
                 Poll::Pending => {}
@@ -236,7 +233,7 @@ impl Local {
         let Socket::Open(socket) = &mut self.socket else { return 0 };
         let mut written = 0;
         while written < data.len() && !self.deaf {
-            match Pin::new(&mut *socket).poll_write(cx, &data[written..]) {
+            match socket.poll_write(cx, &[IoSlice::new(&data[written..])]) {
                 Poll::Ready(Ok(n @ 1..)) => written += n,
                 Poll::Ready(_) => self.deaf = true,
                 Poll::Pending => break,
@@ -263,36 +260,31 @@ impl Local {
         cx: &mut Context<'_>,
         slices: &mut [IoSliceMut<'_>],
     ) -> Poll<io::Result<usize>> {
-        let Socket::Open(socket) = &mut self.socket else { return Poll::Pending };
-        loop {
-            ready!(socket.poll_read_ready(cx))?;
-            match socket.try_read_vectored(slices) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                result => return Poll::Ready(result),
-            }
+        match &self.socket {
+            Socket::Open(socket) => socket.poll_read_vectored(cx, slices),
+            Socket::Dialling(..) => Poll::Pending,
         }
     }
 
     /// Returns whether a read may succeed; call it before taking a buffer for the read.
     pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
         match &self.socket {
-            // An error is reported by the read.
-            Socket::Open(socket) => socket.poll_read_ready(cx).map(drop),
+            Socket::Open(socket) => socket.poll_readable(cx),
             Socket::Dialling(..) => Poll::Pending,
         }
     }
 
     /// Returns whether the other side has ended, without a read; pending while neither bytes nor an end are there.
     pub(super) fn poll_ended(&self, cx: &mut Context<'_>) -> Poll<bool> {
-        let Socket::Open(socket) = &self.socket else { return Poll::Pending };
-        drop(ready!(socket.poll_read_ready(cx)));
-        let ready = socket.ready(Interest::READABLE).now_or_never();
-        Poll::Ready(ready.is_some_and(|ready| ready.is_ok_and(|ready| ready.is_read_closed())))
+        match &self.socket {
+            Socket::Open(socket) => socket.poll_ended(cx),
+            Socket::Dialling(..) => Poll::Pending,
+        }
     }
 
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
-        match &mut self.socket {
-            Socket::Open(socket) => poll_read(socket, cx, buffer),
+        match &self.socket {
+            Socket::Open(socket) => socket.poll_read(cx, buffer),
             Socket::Dialling(..) => Poll::Pending,
         }
     }
@@ -319,7 +311,7 @@ mod tests {
     async fn nothing_is_read_while_many_answers_wait_in_the_filter() {
         for (waiting, reads) in [(0, true), (BACKLOG - 1, true), (BACKLOG, false)] {
             let (socket, _other) = UnixStream::pair().unwrap();
-            let local = Local::accepted(socket, Box::new(Answers(waiting)));
+            let local = Local::accepted(socket, Box::new(Answers(waiting))).unwrap();
             assert_eq!(local.wants_read(), reads, "{waiting} bytes");
         }
     }

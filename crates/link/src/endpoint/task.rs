@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use bytes::BytesMut;
 use tokio::sync::oneshot;
 use tokio::time::{Duration, Instant, Sleep, sleep_until};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use self::locals::Locals;
 use super::dialled::Dialled;
@@ -257,8 +257,10 @@ impl<H: Handler> Task<H> {
                 Command::Hang(call) => self.dialled.hang(&mut self.session, call),
                 Command::Adopt(socket) => {
                     if self.locals.open < self.limits.connections {
-                        let filter = self.handler.filter();
-                        self.locals.insert(Local::accepted(socket, filter));
+                        match Local::accepted(socket, self.handler.filter()) {
+                            Ok(local) => drop(self.locals.insert(local)),
+                            Err(error) => warn!(%error, "local connection refused: it cannot be watched"),
+                        }
                     } else {
                         debug!(
                             limit = self.limits.connections,
