@@ -24,8 +24,8 @@ pub struct Place {
     memory_mib: u64,
 }
 
-/// Time limit of the boot of an emulated machine, on a busy host.
-pub const BOOT: Duration = Duration::from_secs(240);
+/// Time limit of one step of an emulated machine, such as its boot or shutdown, on a host that runs others, too.
+pub const PATIENCE: Duration = Duration::from_secs(480);
 
 impl Place {
     /// Makes an environment with machines of about 512 MiB, of which a pod may use 128 MiB, and one processor.
@@ -73,7 +73,7 @@ impl Place {
     /// Boots the given pod in its own machine, without a container.
     pub async fn boot(&self, daemons: &Daemons, pod: Pod, name: &str) -> Sandbox {
         let size = |annotations: Annotations| annotations.size("1", self.memory_mib);
-        let machine = Sandbox::boot(daemons, pod, name, size, BOOT).await;
+        let machine = Sandbox::boot(daemons, pod, name, size, PATIENCE).await;
         machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), self.consoles()))
     }
 

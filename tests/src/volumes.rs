@@ -18,11 +18,8 @@ use peerpod_volume::records::{self, Record, Records};
 use peerpod_volume::{Credentials, FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId};
 use peerpod_world::{Daemons, Pod, Settings, World};
 
-use crate::machines::Place;
-use crate::{PATIENCE, fresh_id, stop_in_time};
-
-/// Time limit of the boot of an emulated machine, on a busy host.
-const BOOT: Duration = Duration::from_secs(180);
+use crate::machines::{self, Place};
+use crate::{fresh_id, stop_in_time};
 
 /// Node with disks.
 pub struct Node {
@@ -117,8 +114,7 @@ impl Node {
     /// # Errors
     /// Returns the error of the failed call.
     pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
-        let patience = if self.machines.is_some() { BOOT } else { PATIENCE };
-        let booted = boot(&self.world, &self.daemons.hypervisor_socket(), patience, pod).await;
+        let booted = boot(&self.world, &self.daemons.hypervisor_socket(), machines::PATIENCE, pod).await;
         booted.with_context(|| self.daemons.log_tails())
     }
 
@@ -133,7 +129,7 @@ impl Node {
     /// Calls StopVM, and unpublishes the volumes when the sandbox is gone, as kubelet does.
     pub async fn stop(&self, running: Running) {
         stop_in_time(&running.shim, &running.id).await.unwrap();
-        self.daemons.gone(&running.id, PATIENCE * 2).await.unwrap();
+        self.daemons.gone(&running.id, machines::PATIENCE).await.unwrap();
         for record in &running.pod.volumes {
             self.records.remove(&record.pod, &record.volume.id).unwrap();
             umount2(&record.target_path, MntFlags::MNT_DETACH).ok();

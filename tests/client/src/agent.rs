@@ -28,7 +28,7 @@ const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Deadline of every request that is not a long poll. The Rust shim's `create_container_timeout` is 60 s in deploy/kata; an
 /// emulated VM on a busy machine needs more.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Bytes that both shims read per request.
 const READ_LEN: u32 = 8192;

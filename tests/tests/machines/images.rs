@@ -2,15 +2,13 @@
 //! image`.
 
 use super::images_common;
-use std::time::Duration;
 
 use images_common::{Image, LayerBuilder, Packing, Registry, ordinary};
 use peerpod_client::exec_request;
-use peerpod_tests::machines::Place;
+use peerpod_tests::machines::{PATIENCE, Place};
 use peerpod_tests::{CONTAINER, Sandbox, of_image, stop_in_time};
 use peerpod_world::{Daemons, World, eventually};
 
-const PATIENCE: Duration = Duration::from_secs(60);
 const IMAGE: &str = "team/app:v1";
 const OTHER: &str = "team/other:v1";
 /// Script that kills the guest's `serve` process, not pid 1 of the same name.

@@ -2,15 +2,13 @@
 //! container ends at its own limit. A VM with too little memory is reported. Needs root and `make image`.
 
 use std::fs;
-use std::time::Duration;
 
 use peerpod_client::{Annotations, ContainerSpec, exec_request};
-use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::machines::{PATIENCE, Place};
 use peerpod_tests::{CONTAINER, Sandbox, fresh_id, image, stop_in_time};
 use peerpod_world::Daemons;
 use serde_json::Value;
 
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Annotation that `peerpod-cluster webhook` writes.
 const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 
@@ -23,7 +21,7 @@ fn about_image() -> Value {
 /// Boots a pod with containers that may use `mib` MiB together, in its own VM.
 async fn boot(place: &Place, daemons: &Daemons, mib: u64) -> anyhow::Result<Sandbox> {
     let size = |annotations: Annotations| annotations.size("1", mib);
-    Sandbox::boot(daemons, place.world.pod()?, "memory", size, BOOT).await
+    Sandbox::boot(daemons, place.world.pod()?, "memory", size, PATIENCE).await
 }
 
 /// Creates a container that sleeps, with the annotations of the webhook and of containerd.
@@ -115,7 +113,7 @@ async fn error_and_log_of_a_vm_with_too_little_memory_name_the_cause() {
     let pod = place.world.pod().unwrap();
     let annotations = Annotations::new("default", &id).size("1", 32);
     shim.create_vm(&id, annotations, &pod.namespace().path()).await.unwrap();
-    let error = tokio::time::timeout(BOOT, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     let reason = "has ended: Kernel panic - not syncing: System is deadlocked on memory (";
     assert!(error.contains(reason), "{error}\n{}", place.consoles());
     assert!(error.contains("node.guest-memory-mib (the VM has 128 MiB)"), "{error}");

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, ContainerSpec, exec_request};
-use peerpod_tests::machines::Place;
+use peerpod_tests::machines::{PATIENCE, Place};
 use peerpod_tests::{Sandbox, fresh_id, stop_promptly, vm};
 use peerpod_world::libvirtd::{NETWORK, Shape};
 use peerpod_world::page::{PageServer, page_for};
@@ -22,7 +22,6 @@ use peerpod_world::{Daemons, Namespace, Pod, Settings, World, eventually};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Larger than the MTU of any VM's underlay, so that the underlay limits the pod's packets.
 const POD_MTU: u32 = 9000;
 /// Bytes sent there and back in each family, started from each of the two ends.

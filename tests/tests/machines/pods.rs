@@ -3,16 +3,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use peerpod_client::{Annotations, exec_request};
-use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::machines::{PATIENCE, Place};
 use peerpod_tests::{Sandbox, fresh_id, report, stop_in_time};
 use peerpod_world::page::{PageServer, page_for};
 use peerpod_world::ping::ping;
 use peerpod_world::{Daemons, World, eventually, stages};
-
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Starts a metadata service as clouds have it: behind the VMs' gateway, which is the node here, so that the node
 /// reaches it too. It also has an ordinary address.
@@ -288,7 +286,7 @@ async fn the_error_of_a_machine_that_never_dials_the_node_has_the_end_of_its_con
     let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());
     let shim = daemons.shim().await.unwrap();
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
-    let error = tokio::time::timeout(BOOT, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     assert!(error.contains("Kernel panic") || error.contains("not syncing"), "{error}");
     stop_in_time(&shim, &id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();

@@ -6,17 +6,15 @@ use super::images_common;
 use std::ffi::OsStr;
 use std::fs;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use images_common::{Registry, ordinary};
 use peerpod_client::{SHARED_CONTAINERS, copy_file, exec_request};
-use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::machines::{PATIENCE, Place};
 use peerpod_tests::{CONTAINER, Sandbox, of_image, stop_promptly};
 use peerpod_world::page::PageServer;
 use peerpod_world::ping::ping;
 use peerpod_world::{Daemons, binary, eventually};
 
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of a file in one request.
 const PIECE: usize = 1 << 20;
 /// File that the image lacks and the test adds, below [`SHARED_CONTAINERS`], where the shim may put files.
@@ -169,7 +167,7 @@ async fn a_provider_with_the_disk_passes_its_check() {
     let words = [&words[..2], &[config], &words[2..]].concat();
     let log = place.world.folder().join("check.log");
     let mut check = place.world.spawn(&binary("peerpod").unwrap(), &words, &log).unwrap();
-    let ended = eventually("the check ends", BOOT, async || check.try_wait().unwrap()).await;
+    let ended = eventually("the check ends", PATIENCE, async || check.try_wait().unwrap()).await;
     let said = fs::read_to_string(&log).unwrap_or_default();
     let status = ended.unwrap_or_else(|error| panic!("{error:#}: {said}"));
     assert!(status.success(), "{status}: {said}");

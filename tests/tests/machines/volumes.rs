@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use futures_util::future::join_all;
 use peerpod_proto::volumes::{ExpandRequest, StatsRequest};
 use peerpod_proto::volumes_ttrpc::VolumesClient;
+use peerpod_tests::long;
+use peerpod_tests::machines::PATIENCE;
 use peerpod_tests::servers::{Iscsi, Nbd, Nfs, Smb};
 use peerpod_tests::volumes::{By, Disk, Node, Running, Volume, at, lives_once, run};
-use peerpod_tests::{PATIENCE, long};
 use peerpod_volume::{Credentials, Mode, SecretRef, Source, credentials};
 
 /// The node's address in the VMs' network.
