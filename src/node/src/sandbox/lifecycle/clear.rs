@@ -2,40 +2,21 @@
 //! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM. The flush is tried once.
 
 use std::fmt::Display;
-use std::net::IpAddr;
 use std::sync::Arc;
 
-use peerpod_provider_api::InstanceId;
-
-use crate::ledger::{NetnsRef, Network};
+use crate::ledger::Record;
+use crate::sandbox::lifecycle::address;
 use crate::sandbox::lifecycle::flush::{self, FlushPlan, Incomplete};
 use crate::sandbox::ports::Ports;
-use crate::spec::SandboxId;
 
 /// Parts of a sandbox that are still to be removed.
 #[derive(Clone, Debug)]
 pub(crate) struct Left {
-    pub id: SandboxId,
     pub flush: Option<FlushPlan>,
     pub relay: bool,
-    pub vm: Option<InstanceId>,
-    pub volumes: Option<Release>,
-    pub network: Option<Undo>,
-}
-
-/// Arguments of `Storage::release`.
-#[derive(Clone, Debug)]
-pub(crate) struct Release {
-    pub(crate) uid: String,
-    pub(crate) vm: Option<InstanceId>,
-}
-
-/// Arguments of `PodNetwork::disconnect`.
-#[derive(Clone, Debug)]
-pub(crate) struct Undo {
-    pub(crate) netns: NetnsRef,
-    pub(crate) network: Option<Network>,
-    pub(crate) address: Option<IpAddr>,
+    pub vm: bool,
+    pub volumes: bool,
+    pub network: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -52,8 +33,7 @@ pub(crate) struct Pass {
 
 impl Left {
     pub(crate) fn is_nothing(&self) -> bool {
-        let outside = self.vm.is_none() && self.volumes.is_none() && self.network.is_none();
-        self.flush.is_none() && !self.relay && outside
+        self.flush.is_none() && !(self.relay || self.vm || self.volumes || self.network)
     }
 }
 
@@ -69,17 +49,17 @@ impl Pass {
 }
 
 /// Tries each remaining step once, or only the flush of the pod's volumes.
-pub(crate) async fn pass(ports: Arc<Ports>, left: Left) -> Pass {
+pub(crate) async fn pass(ports: Arc<Ports>, record: Record, left: Left) -> Pass {
     let now = || ports.clock.now_ms();
-    let id = left.id.clone();
+    let (id, vm) = (&record.id, record.phase.vm());
     let mut pass = Pass { left, flush_over: false, unwritten: None, reached: Vec::new(), errors: Vec::new() };
-    match (pass.left.flush.take(), &pass.left.vm) {
+    match (pass.left.flush.take(), vm) {
         (Some(FlushPlan::Brief(limit)), _) => {
-            let flushed = flush::brief(&ports, &id, limit).await;
+            let flushed = flush::brief(&ports, id, limit).await;
             pass.note("flush", "flushed", now(), flushed);
         }
         (Some(FlushPlan::Volumes), Some(vm)) => {
-            let flushed = flush::volumes(&ports, &id, vm).await.map_err(|incomplete| match incomplete {
+            let flushed = flush::volumes(&ports, id, vm).await.map_err(|incomplete| match incomplete {
                 Incomplete::Failed(text) => text,
                 Incomplete::GivenUp(text) => pass.unwritten.insert(text).clone(),
             });
@@ -91,28 +71,20 @@ pub(crate) async fn pass(ports: Arc<Ports>, left: Left) -> Pass {
         (Some(FlushPlan::Volumes), None) | (None, _) => {}
     }
     if pass.left.relay {
-        let removed = ports.relay.remove(&id).await;
+        let removed = ports.relay.remove(id).await;
         pass.left.relay = !pass.note("relay", "relay_removed", now(), removed);
     }
-    if let Some(vm) = pass.left.vm.clone() {
-        let deleted = ports.cloud.delete(&vm).await;
-        if pass.note(&format!("delete of VM {vm}"), "vm_deleted", now(), deleted) {
-            pass.left.vm = None;
-        }
+    if let Some(vm) = vm.filter(|_| pass.left.vm) {
+        let deleted = ports.cloud.delete(vm).await;
+        pass.left.vm = !pass.note(&format!("delete of VM {vm}"), "vm_deleted", now(), deleted);
     }
-    if pass.left.vm.is_none()
-        && let Some(Release { uid, vm }) = pass.left.volumes.clone()
-    {
-        let released = ports.storage.release(&id, vm.as_ref(), &uid).await;
-        if pass.note("volumes", "volumes_released", now(), released) {
-            pass.left.volumes = None;
-        }
+    if let Some(volumes) = record.volumes.as_ref().filter(|_| pass.left.volumes && !pass.left.vm) {
+        let released = ports.storage.release(id, vm, &volumes.uid).await;
+        pass.left.volumes = !pass.note("volumes", "volumes_released", now(), released);
     }
-    if let Some(Undo { netns, network, address }) = pass.left.network.clone() {
-        let undone = ports.network.disconnect(&netns, &id, network.as_ref(), address).await;
-        if pass.note("network", "network_undone", now(), undone) {
-            pass.left.network = None;
-        }
+    if let Some(netns) = record.netns.as_ref().filter(|_| pass.left.network) {
+        let undone = ports.network.disconnect(netns, id, record.network.as_ref(), address(&record)).await;
+        pass.left.network = !pass.note("network", "network_undone", now(), undone);
     }
     pass
 }

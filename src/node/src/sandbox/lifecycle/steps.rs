@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 
 use crate::ledger::{Member, Network, Record};
 use crate::sandbox::guest::claims::fingerprints;
-use crate::sandbox::lifecycle::clear::{Left, Release, Undo};
+use crate::sandbox::lifecycle::clear::Left;
 use crate::sandbox::lifecycle::flush::FlushPlan;
 use crate::sandbox::lifecycle::{Completion, Phase, Task, clear};
 use crate::sandbox::ports::CloudError;
@@ -397,29 +397,24 @@ impl Task {
         }
         let left = self.end.leaving.clone().unwrap_or_else(|| self.everything());
         self.end.leaving = Some(left.clone());
-        let ports = self.ports.clone();
-        self.in_flight.clear.start(async move { Completion::Cleared(clear::pass(ports, left).await) });
+        let (ports, record) = (self.ports.clone(), self.record.clone());
+        let pass = async move { Completion::Cleared(clear::pass(ports, record, left).await) };
+        self.in_flight.clear.start(pass);
     }
 
     fn everything(&self) -> Left {
-        let Record { id, phase, assigned, volumes, netns, network, end, .. } = &self.record;
-        let vm = phase.vm();
+        let Record { phase, assigned, volumes, netns, end, .. } = &self.record;
         // Flushed even if the link seems down: the relay may not have reported yet that it is up.
         let flush = (assigned.session.is_some() && !end.flush_over).then(|| match volumes {
             Some(volumes) if volumes.is_written() => FlushPlan::Volumes,
             _ => FlushPlan::Brief(self.settings.flush_timeout),
         });
         Left {
-            id: id.clone(),
             flush,
             relay: true,
-            vm: vm.cloned(),
-            volumes: volumes.as_ref().map(|volumes| Release { uid: volumes.uid.clone(), vm: vm.cloned() }),
-            network: netns.clone().map(|netns| Undo {
-                netns,
-                network: network.clone(),
-                address: address(&self.record),
-            }),
+            vm: phase.vm().is_some(),
+            volumes: volumes.is_some(),
+            network: netns.is_some(),
         }
     }
 }

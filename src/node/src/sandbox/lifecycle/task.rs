@@ -508,8 +508,8 @@ impl Task {
     }
 
     pub(crate) fn publish(&self) {
-        let network_gone = self.end.leaving.as_ref().is_some_and(|left| left.network.is_none())
-            || self.record.phase == Phase::Gone;
+        let network_gone =
+            self.end.leaving.as_ref().is_some_and(|left| !left.network) || self.record.phase == Phase::Gone;
         let new = View::of(&self.record, network_gone);
         self.view.send_if_modified(|view| std::mem::replace(view, new) != *view);
     }
