@@ -13,7 +13,6 @@ use crate::sandbox::Sandboxes;
 use crate::sandbox::error::Error;
 use crate::sandbox::lifecycle::{MAX_ATTEMPTS, Phase, PhaseEvent, Stop, next};
 use crate::sandbox::ports::PodEvent;
-use crate::sandbox::vm::batch::Claimed;
 use crate::spec::SandboxId;
 
 /// Contents of the state directory at the start.
@@ -173,26 +172,17 @@ impl Orphans {
         let key = |id: &SandboxId, attempt| {
             IdempotencyKey::derive(&table.0.settings.cluster_id, id.as_str(), attempt)
         };
-        let mut keys: HashSet<IdempotencyKey> = HashSet::new();
-        let mut vms: HashSet<InstanceId> = HashSet::new();
+        let (open_batches, made) = table.0.batches.claimed();
+        let is_gone = |id: &SandboxId| table.view(id).is_some_and(|view| view.borrow().phase == Phase::Gone);
+        let made = made.into_iter().filter(|(id, _)| !is_gone(id));
+        let mut vms: HashSet<InstanceId> = made.map(|(_, vm)| vm).collect();
         // A sandbox that was stopped since is known as a tombstone; its VM has no owner any more.
         let protected: Vec<_> = self.protected.iter().filter(|id| table.view(id).is_none()).collect();
-        for id in &protected {
-            keys.extend((0..MAX_ATTEMPTS).map(|attempt| key(id, attempt)));
-        }
-        let mut open = !protected.is_empty() || !self.batches.is_empty();
+        let mut open = !protected.is_empty() || !self.batches.is_empty() || !open_batches.is_empty();
+        let mut keys: HashSet<IdempotencyKey> = open_batches.into_iter().collect();
         keys.extend(self.batches.iter().map(|id| table.0.batches.key(id)));
-        for claimed in table.0.batches.claimed() {
-            match claimed {
-                Claimed::Key(key) => {
-                    keys.insert(key);
-                    open = true;
-                }
-                Claimed::Vm(id, vm) => {
-                    let gone = table.view(&id).is_some_and(|view| view.borrow().phase == Phase::Gone);
-                    vms.extend((!gone).then_some(vm));
-                }
-            }
+        for id in protected {
+            keys.extend((0..MAX_ATTEMPTS).map(|attempt| key(id, attempt)));
         }
         for view in table.views() {
             vms.extend(view.vm().cloned());

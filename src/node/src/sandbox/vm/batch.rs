@@ -102,14 +102,6 @@ struct Window {
     last: Instant,
 }
 
-/// VMs that are not orphans.
-pub(crate) enum Claimed {
-    /// All VMs with this key; their ids are not known yet.
-    Key(IdempotencyKey),
-    /// This VM, until the sandbox is known to be gone.
-    Vm(SandboxId, InstanceId),
-}
-
 impl Batches {
     pub(crate) fn new(
         ports: Arc<Ports>,
@@ -224,24 +216,25 @@ impl Batches {
         }
     }
 
-    /// Returns the keys and VMs of batches that no sandbox's view shows yet.
-    pub(crate) fn claimed(&self) -> Vec<Claimed> {
-        let mut claimed = Vec::new();
+    /// Returns the claims of batches that no sandbox's view shows yet: the keys of VMs with unknown ids, and the VMs of
+    /// sandboxes, each until its sandbox is known to be gone.
+    pub(crate) fn claimed(&self) -> (Vec<IdempotencyKey>, Vec<(SandboxId, InstanceId)>) {
+        let (mut keys, mut vms) = (Vec::new(), Vec::new());
         for run in &self.state().runs {
             match &*run.status.borrow() {
                 Status::Forming | Status::Void => {}
-                Status::Asked(batch) => claimed.push(Claimed::Key(batch.key.clone())),
+                Status::Asked(batch) => keys.push(batch.key.clone()),
                 Status::Answered(batch) => {
                     let made = batch.made.as_deref().unwrap_or_default();
-                    claimed.extend(run.needed.borrow().iter().filter_map(|number| {
+                    vms.extend(run.needed.borrow().iter().filter_map(|number| {
                         let number = *number as usize;
                         let sandbox = batch.members.get(number)?.sandbox.clone();
-                        Some(Claimed::Vm(sandbox, made.get(number)?.clone()))
+                        Some((sandbox, made.get(number)?.clone()))
                     }));
                 }
             }
         }
-        claimed
+        (keys, vms)
     }
 
     pub(crate) fn key(&self, id: &str) -> IdempotencyKey {
