@@ -448,7 +448,7 @@ impl PodNetwork for NodeNetwork {
 #[async_trait]
 impl Identity for NodeIdentity {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        Ticket::new(self.clock.now(), ttl).map_err(|error| error.to_string())
+        Ticket::new(self.clock.now_ms(), ttl).map_err(|error| error.to_string())
     }
 
     async fn settled(&self) {

@@ -56,10 +56,6 @@ impl NodeClock {
         let step = (wall_ms.abs_diff(now_ms) + MINUTE_MS / 2) / MINUTE_MS * MINUTE_MS;
         if wall_ms > now_ms { at_ms.saturating_add(step) } else { at_ms.saturating_sub(step) }
     }
-
-    pub(crate) fn now(self) -> SystemTime {
-        UNIX_EPOCH + Duration::from_millis(self.now_ms())
-    }
 }
 
 impl Clock for NodeClock {
@@ -95,13 +91,13 @@ mod tests {
         files::make_folder(&dir).unwrap();
         let wall = SystemTime::now();
         let clock = NodeClock::open(&dir, "boot", wall).unwrap();
-        let (short, long) =
-            (Ticket::new(clock.now() - HOUR, HOUR).unwrap(), Ticket::new(clock.now(), HOUR).unwrap());
+        let (now, hour) = (clock.now_ms(), millis(HOUR));
+        let (short, long) = (Ticket::new(now - hour, HOUR).unwrap(), Ticket::new(now, HOUR).unwrap());
         // The node restarts after the wall clock was set.
         for wall in [wall + DAY, wall - DAY] {
-            let (before, later) = (clock.now(), NodeClock::open(&dir, "boot", wall).unwrap());
-            assert!(later.now() >= before && later.now() < before + HOUR, "{later:?}");
-            assert!(short.is_expired(later.now()) && !long.is_expired(later.now()), "{later:?}");
+            let (before, later) = (clock.now_ms(), NodeClock::open(&dir, "boot", wall).unwrap());
+            assert!(later.now_ms() >= before && later.now_ms() < before + hour, "{later:?}");
+            assert!(short.is_expired(later.now_ms()) && !long.is_expired(later.now_ms()), "{later:?}");
         }
         // The cluster gets the time that was set.
         let (now, day) = (clock.now_ms(), millis(DAY));
@@ -110,9 +106,9 @@ mod tests {
         }
         // Another boot, and a file that cannot be read, begin anew.
         let rebooted = NodeClock::open(&dir, "another", wall + DAY).unwrap();
-        assert!(rebooted.now() > clock.now() + HOUR);
+        assert!(rebooted.now_ms() > clock.now_ms() + hour);
         std::fs::write(dir.join("clock.json"), "{").unwrap();
-        assert!(NodeClock::open(&dir, "another", wall).unwrap().now() < clock.now() + HOUR);
+        assert!(NodeClock::open(&dir, "another", wall).unwrap().now_ms() < clock.now_ms() + hour);
         std::fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -115,11 +115,11 @@ fn restore(kept: KeptAuthority) -> Result<Authority, &'static str> {
 }
 
 /// Returns a time as milliseconds since 1970.
-pub(super) fn to_ms(time: SystemTime) -> u64 {
+fn to_ms(time: SystemTime) -> u64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-pub(super) fn from_ms(ms: u64) -> Option<SystemTime> {
+fn from_ms(ms: u64) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms))
 }

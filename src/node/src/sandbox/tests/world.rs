@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
@@ -1072,8 +1072,7 @@ impl Relay for Fake {
 #[async_trait]
 impl Identity for Fake {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        let now = UNIX_EPOCH + Duration::from_millis(self.now_ms());
-        Ticket::new(now, ttl).map_err(|error| error.to_string())
+        Ticket::new(self.now_ms(), ttl).map_err(|error| error.to_string())
     }
 
     async fn settled(&self) {}
