@@ -11,7 +11,7 @@ use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
 use parking_lot::Mutex;
-use peerpod_common::limit::RateLimit;
+use peerpod_common::caller_limits::{CallerLimits, Rate};
 use peerpod_kube::client::Error;
 use serde_json::json;
 use tokio::sync::Notify;
@@ -28,12 +28,11 @@ const COMPONENT: &str = "peerpod-node";
 /// Events that may wait to be written.
 const MOST_WAITING: usize = 512;
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// Pods and Events that are remembered, and the time that they are remembered after their last use.
+/// Written Events that are remembered, and the time that they are remembered after their last use.
 const MOST_KNOWN: usize = 4096;
 const MEMORY: Duration = Duration::from_secs(600);
-/// Events of one pod that are allowed at once, and the interval at which one more is allowed.
-const BURST: f64 = 20.0;
-const REFILL: Duration = Duration::from_secs(30);
+/// Events of one pod: 20 in a burst, then one every 30 s.
+const OF_A_POD: Rate = Rate { burst: 20.0, per_second: 1.0 / 30.0, at_once: usize::MAX };
 /// Size limit of one message, in bytes; newer versions of the Event API refuse more.
 const MOST_TEXT: usize = 1024;
 /// Time that an Event of an unknown pod waits for the pod.
@@ -47,15 +46,10 @@ struct Inner {
     pods: Reflector,
     node: String,
     metrics: Metrics,
-    state: Mutex<State>,
+    waiting: Mutex<VecDeque<Waiting>>,
+    /// By the pod's namespace and name.
+    limits: CallerLimits<(String, String)>,
     wake: Notify,
-}
-
-#[derive(Default)]
-struct State {
-    waiting: VecDeque<Waiting>,
-    /// Rate limit of each pod, and the time of its last Event.
-    budgets: HashMap<(String, String), (RateLimit, Instant)>,
 }
 
 struct Waiting {
@@ -66,43 +60,37 @@ struct Waiting {
 }
 
 /// Written Events, of which repetitions are counted.
-#[derive(Default)]
-struct Written(HashMap<u64, (String, i32, Instant)>);
+type Written = HashMap<u64, (String, i32, Instant)>;
 
 impl Events {
     pub(super) fn new(calls: Calls, pods: Reflector, node: &str, metrics: Metrics) -> Events {
-        let node = node.to_owned();
-        Events(Arc::new(Inner { calls, pods, node, metrics, state: Mutex::default(), wake: Notify::new() }))
+        let (node, waiting) = (node.to_owned(), Mutex::default());
+        let (limits, wake) = (CallerLimits::new(OF_A_POD), Notify::new());
+        Events(Arc::new(Inner { calls, pods, node, metrics, waiting, limits, wake }))
     }
 
     /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
     pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
         let now = Instant::now();
-        let mut state = self.0.state.lock();
-        if state.budgets.len() >= MOST_KNOWN {
-            state.budgets.retain(|_, (_, last)| now.duration_since(*last) < MEMORY);
-        }
-        let key = (pod.namespace.clone(), pod.name.clone());
-        let (budget, last) = state.budgets.entry(key).or_insert_with(|| (budget(now), now));
-        *last = now;
-        if !budget.take(now.into_std()) {
+        if self.0.limits.enter(&(pod.namespace.clone(), pod.name.clone()), now.into_std()).is_none() {
             self.0.metrics.cluster.events_dropped.inc();
             return;
         }
-        if state.waiting.len() >= MOST_WAITING {
+        let mut waiting = self.0.waiting.lock();
+        if waiting.len() >= MOST_WAITING {
             // The oldest Event is the least useful.
-            state.waiting.pop_front();
+            waiting.pop_front();
             self.0.metrics.cluster.events_dropped.inc();
         }
-        state.waiting.push_back(Waiting { pod: pod.clone(), said, since: now, at: Timestamp::now() });
-        drop(state);
+        waiting.push_back(Waiting { pod: pod.clone(), said, since: now, at: Timestamp::now() });
+        drop(waiting);
         self.0.wake.notify_one();
     }
 
     pub(super) async fn run(&self) {
         let (mut written, mut backoff) = (Written::default(), AWAY);
         loop {
-            let next = self.0.state.lock().waiting.pop_front();
+            let next = self.0.waiting.lock().pop_front();
             let Some(waiting) = next else {
                 self.0.wake.notified().await;
                 continue;
@@ -110,7 +98,7 @@ impl Events {
             match self.write(&waiting, &mut written).await {
                 Ok(()) => backoff.reset(),
                 Err(error) if is_away(&error) && waiting.since.elapsed() < PATIENCE => {
-                    self.0.state.lock().waiting.push_front(waiting);
+                    self.0.waiting.lock().push_front(waiting);
                     sleep(backoff.pause()).await;
                 }
                 Err(error) => {
@@ -136,13 +124,13 @@ impl Events {
             hasher.finish()
         };
         let now = Instant::now();
-        if written.0.len() >= MOST_KNOWN {
-            written.0.clear();
+        if written.len() >= MOST_KNOWN {
+            written.clear();
         }
-        written.0.retain(|_, (_, _, last)| now.duration_since(*last) < MEMORY);
+        written.retain(|_, (_, _, last)| now.duration_since(*last) < MEMORY);
         let events: Api<Event> = Api::namespaced(self.0.calls.client.clone(), &pod.namespace);
         let what = format!("write an Event of Pod {pod}");
-        if let Some((name, count, last)) = written.0.get_mut(&key) {
+        if let Some((name, count, last)) = written.get_mut(&key) {
             let more = json!({"count": *count + 1, "lastTimestamp": at});
             let (params, patch) = (PatchParams::default(), Patch::Merge(more));
             match self.0.calls.call("event", what.clone(), events.patch(name, &params, &patch)).await {
@@ -178,7 +166,7 @@ impl Events {
         match self.0.calls.call("event", what, events.create(&PostParams::default(), &event)).await {
             Err(error) if !error.is_conflict() => Err(error),
             _ => {
-                written.0.insert(key, (name, 1, now));
+                written.insert(key, (name, 1, now));
                 Ok(())
             }
         }
@@ -197,10 +185,6 @@ impl Events {
     }
 }
 
-fn budget(now: Instant) -> RateLimit {
-    RateLimit::new(BURST, 1.0 / REFILL.as_secs_f64(), now.into_std())
-}
-
 /// Cuts a text to at most `most` bytes, at a character boundary.
 fn clipped(text: &str, most: usize) -> &str {
     let mut end = text.len().min(most);
@@ -216,13 +200,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn events_per_pod_are_bounded_and_the_budget_refills() {
-        let mut budget = budget(Instant::now());
-        let said = (0..100).filter(|_| budget.take(Instant::now().into_std())).count();
-        assert_eq!(said, BURST as usize);
-        sleep(REFILL * 2).await;
-        assert_eq!((0..100).filter(|_| budget.take(Instant::now().into_std())).count(), 2);
+        let limits = CallerLimits::new(OF_A_POD);
+        let said = || (0..100).filter(|_| limits.enter(&"pod", Instant::now().into_std()).is_some()).count();
+        assert_eq!(said(), 20);
+        sleep(Duration::from_secs(60)).await;
+        assert_eq!(said(), 2);
         sleep(MEMORY * 10).await;
-        assert_eq!((0..100).filter(|_| budget.take(Instant::now().into_std())).count(), BURST as usize);
+        assert_eq!(said(), 20);
     }
 
     #[test]
