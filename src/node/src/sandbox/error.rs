@@ -17,8 +17,8 @@ pub(crate) enum Error {
     #[error("sandbox {id} could not be started: {cause}")]
     Failed { id: SandboxId, cause: String },
     /// The start takes longer than a caller may wait. It goes on.
-    #[error("sandbox {id} is still {phase} after {waited:?}: {why}")]
-    Late { id: SandboxId, phase: &'static str, waited: Duration, why: String },
+    #[error("sandbox {id} is still {phase} after {waited:?}: the start goes on; call StartVM again")]
+    Late { id: SandboxId, phase: &'static str, waited: Duration },
     #[error("network namespace of sandbox {id}: {why}")]
     Netns { id: SandboxId, why: String },
     #[error("network namespace {path} belongs to sandbox {other}; each sandbox needs one of its own")]

@@ -136,8 +136,7 @@ impl Sandboxes {
     /// Returns the error of a StartVM that has reached its time limit.
     pub(crate) fn late(&self, id: &SandboxId, waited: Duration) -> Error {
         let phase = self.view(id).map_or("unknown", |view| view.borrow().phase.name());
-        let why = "the start goes on; call StartVM again".into();
-        Error::Late { id: id.clone(), phase, waited, why }
+        Error::Late { id: id.clone(), phase, waited }
     }
 
     /// Handles StopVM and the other reasons to stop. Returns as soon as the stop is durable; after an error, the sandbox
