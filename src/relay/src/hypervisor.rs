@@ -73,7 +73,7 @@ pub(crate) struct HypervisorState {
     queue: QueueState,
     conns: Vec<(ConnId, ConnState)>,
     /// Connection that created a sandbox, the sandbox's id, and its pod.
-    created: Vec<(ConnId, String, String)>,
+    created: Vec<(ConnId, SandboxId, String)>,
 }
 
 /// State of a frozen proxy; the proxy resumes when the other end of `thaw` is used or dropped.
@@ -102,12 +102,9 @@ impl Restored {
             conns.push((id, conn, peer));
         }
         queue.keep_connections(|id| conns.iter().any(|(known, ..)| *known == id), now);
-        let read = |(conn, id, pod): (ConnId, String, String)| {
-            Ok((conn, SandboxId::new(&id).map_err(|error| error.to_string())?, pod))
-        };
         // A connection that ended during the freeze sends no event here.
-        let lives = |(conn, ..): &(ConnId, String, String)| conns.iter().any(|(known, ..)| known == conn);
-        let created = state.created.into_iter().filter(lives).map(read).collect::<Result<_, String>>()?;
+        let lives = |(conn, ..): &(ConnId, SandboxId, String)| conns.iter().any(|(known, ..)| known == conn);
+        let created = state.created.into_iter().filter(lives).collect();
         Ok(Restored { queue: Some(queue), conns, created })
     }
 }

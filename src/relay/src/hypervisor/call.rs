@@ -4,6 +4,7 @@ use bytes::Bytes;
 use peerpod_proto::hypervisor::{CreateVMRequest, StartVMRequest, StopVMRequest};
 use peerpod_proto::ttrpc_frame::{Request, Response, Status};
 use protobuf::Message;
+use serde::{Deserialize, Serialize};
 
 use crate::id::SandboxId;
 
@@ -24,7 +25,8 @@ pub(crate) mod code {
 }
 
 /// Role of a call in the order of one sandbox's calls.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", content = "sandbox")]
 pub(crate) enum Kind {
     Create(SandboxId),
     Start(SandboxId),

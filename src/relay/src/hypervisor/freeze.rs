@@ -75,7 +75,7 @@ impl HypervisorProxy {
             }
         }
         for (id, conn) in &self.creators {
-            state.created.push((*conn, id.to_string(), self.states.pod(id).to_string()));
+            state.created.push((*conn, id.clone(), self.states.pod(id).to_string()));
         }
         Ok((state, sockets))
     }

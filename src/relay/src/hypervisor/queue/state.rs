@@ -19,26 +19,18 @@ const STOP_GRACE: Duration = Duration::from_millis(200);
 pub(crate) struct QueueState {
     calls: Vec<CallState>,
     /// Stops in the inbox that the node may not have read.
-    unread: Vec<String>,
+    unread: Vec<SandboxId>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CallState {
-    kind: Which,
-    sandbox: Option<String>,
+    #[serde(flatten)]
+    kind: Kind,
     #[serde(with = "base64_bytes")]
     request: Vec<u8>,
     caller: Option<(ConnId, u32)>,
     /// Remaining time of the caller, in milliseconds.
     left_ms: Option<u64>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-enum Which {
-    Create,
-    Start,
-    Stop,
-    Other,
 }
 
 impl Queue {
@@ -50,25 +42,15 @@ impl Queue {
                 Some(Caller::Shim { conn, stream }) => Some((conn, stream)),
                 None => None,
             };
-            let kind = match call.kind {
-                Kind::Create(_) => Which::Create,
-                Kind::Start(_) => Which::Start,
-                Kind::Stop(_) => Which::Stop,
-                Kind::Other => Which::Other,
-            };
             let left = |at: Instant| u64::try_from(at.saturating_duration_since(now).as_millis()).ok();
             Some(CallState {
-                kind,
-                sandbox: call.kind.id().map(ToString::to_string),
+                kind: call.kind.clone(),
                 request: call.request.write_to_bytes().ok()?,
                 caller,
                 left_ms: call.deadline.and_then(left),
             })
         });
-        QueueState {
-            calls: calls.collect(),
-            unread: self.inbox.unread.keys().map(ToString::to_string).collect(),
-        }
+        QueueState { calls: calls.collect(), unread: self.inbox.unread.keys().cloned().collect() }
     }
 
     /// Restores another process's calls; must be called before any other method.
@@ -76,26 +58,17 @@ impl Queue {
         if state.calls.len() > 2 * self.limits.calls {
             return Err(format!("{} calls are more than the limit", state.calls.len()));
         }
-        let read = |id: &str| SandboxId::new(id).map_err(|error| error.to_string());
         for id in state.unread {
-            self.inbox.written(read(&id)?);
+            self.inbox.written(id);
         }
         for call in state.calls {
-            let id = call.sandbox.as_deref().map(read).transpose()?;
-            let kind = match (call.kind, id) {
-                (Which::Create, Some(id)) => Kind::Create(id),
-                (Which::Start, Some(id)) => Kind::Start(id),
-                (Which::Stop, Some(id)) => Kind::Stop(id),
-                (Which::Other, None) => Kind::Other,
-                _ => return Err("a call names no sandbox".to_owned()),
-            };
             let mut request = Request::parse_from_bytes(&call.request).map_err(|error| error.to_string())?;
             request.timeout_nano = call.left_ms.map_or(0, |ms| {
                 i64::try_from(Duration::from_millis(ms.max(1)).as_nanos()).unwrap_or(i64::MAX)
             });
             let caller = call.caller.map(|(conn, stream)| Caller::Shim { conn, stream });
-            let is_stop = call.kind == Which::Stop;
-            let id = self.insert(caller, kind, request, now);
+            let is_stop = matches!(call.kind, Kind::Stop(_));
+            let id = self.insert(caller, call.kind, request, now);
             if is_stop {
                 self.timers.insert((now + STOP_GRACE, Timer::StopGrace(id)));
             }
