@@ -7,6 +7,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
 pub fn make_folders(folder: &Path) -> io::Result<()> {
     make_synced(folder, sync_folder)
@@ -105,12 +107,28 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         file => file?,
     };
+    bounded(file, limit).map(Some)
+}
+
+/// Reads a file of another program, of at most `limit` bytes. It follows no link, and no FIFO blocks it.
+///
+/// # Errors
+/// `InvalidInput` for anything but a file, `FileTooLarge` beyond `limit`.
+pub fn read_plain(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "not a file"));
+    }
+    bounded(file, limit)
+}
+
+fn bounded(file: File, limit: u64) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     file.take(limit + 1).read_to_end(&mut content)?;
     if content.len() as u64 > limit {
         return Err(io::Error::new(ErrorKind::FileTooLarge, format!("more than {limit} bytes")));
     }
-    Ok(Some(content))
+    Ok(content)
 }
 
 /// Removes a file durably. A missing file is no error.

@@ -3,14 +3,13 @@
 //! `mountInfo.json` in it. Read only. The path names the pod; folders of other pods are not read.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs;
+use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use base64::Engine;
 use base64::prelude::BASE64_URL_SAFE;
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use peerpod_common::files;
 use peerpod_volume::descriptor::{Attach, VERSION};
 use peerpod_volume::{FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId};
 use serde::Deserialize;
@@ -84,19 +83,10 @@ fn target_of(folder: &str, uid: &str) -> Option<(PathBuf, String)> {
 }
 
 fn read(path: &Path) -> Result<MountInfo, String> {
-    let open = || -> io::Result<File> {
-        let file = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
-        if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a file")) }
-    };
-    let file = match open() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(GONE.to_owned()),
-        file => file.map_err(|error| error.to_string())?,
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(format!("more than {MAX_FILE} bytes"));
-    }
+    let bytes = files::read_plain(path, MAX_FILE).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => GONE.to_owned(),
+        _ => error.to_string(),
+    })?;
     serde_json::from_slice(&bytes).map_err(|error| error.to_string())
 }
 

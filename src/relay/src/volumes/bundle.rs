@@ -1,12 +1,12 @@
 //! Reads a container's bundle on this node: the specification as the container runtime wrote it, with the original host
 //! sources of its mounts. The size is limited, and only plain files are read.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use peerpod_common::files::read_plain;
 use serde::Deserialize;
 
 use super::Volume;
@@ -57,7 +57,7 @@ impl Spec {
             return Err(format!("{bundle:?} is not an absolute path of a bundle"));
         }
         let failed = |why: String| format!("read {}: {why}", path.display());
-        let bytes = read_file(&path, MAX_SPEC).map_err(|error| match error.kind() {
+        let bytes = read_plain(&path, MAX_SPEC).map_err(|error| match error.kind() {
             ErrorKind::PermissionDenied => failed(format!("{error}; its folder must be in relay.bundles")),
             _ => failed(error.to_string()),
         })?;
@@ -112,7 +112,7 @@ fn root_of(mounted: &Path) -> Result<PathBuf, String> {
     let failed =
         |why: &str| format!("find the part of the volume that is mounted at {}: {why}", mounted.display());
     let list =
-        read_file(Path::new("/proc/self/mountinfo"), MAX_MOUNTS).map_err(|e| failed(&e.to_string()))?;
+        read_plain(Path::new("/proc/self/mountinfo"), MAX_MOUNTS).map_err(|e| failed(&e.to_string()))?;
     let list = String::from_utf8_lossy(&list);
     // The last mount at a path lies on top.
     let root = list.lines().rev().find_map(|line| {
@@ -154,20 +154,6 @@ fn unescape(field: &str) -> Vec<u8> {
 fn is_plain(path: &Path) -> bool {
     path.is_absolute()
         && path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)))
-}
-
-fn read_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
-    // A runtime writes no FIFO and no file that blocks when opened.
-    let file = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file"));
-    }
-    let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > limit {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("more than {limit} bytes")));
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
