@@ -71,9 +71,6 @@ impl fmt::Debug for Authority {
 
 impl Authority {
     /// Makes a CA. Its name is `name` with a random number: two CAs of one list must not be confused.
-    ///
-    /// # Errors
-    /// [`Error::Certificate`], [`Error::Random`].
     pub fn make(name: &str, now: SystemTime, validity: Duration) -> Result<Authority, Error> {
         let key = new_key("make the CA's key")?;
         let mut tag = [0; 4];
@@ -86,10 +83,7 @@ impl Authority {
         Ok(Authority { certificate: certificate.der().clone(), not_after, key: Arc::new(key) })
     }
 
-    /// Returns the CA that these parts were kept of.
-    ///
-    /// # Errors
-    /// A text: the parts do not belong together.
+    /// Returns the CA that these parts were kept of. Fails if they do not belong together.
     pub fn restore(
         certificate: CertificateDer<'static>,
         key: &PrivatePkcs8KeyDer<'_>,
@@ -110,9 +104,6 @@ impl Authority {
     }
 
     /// Makes a key and a certificate for a server with these names: DNS names or addresses.
-    ///
-    /// # Errors
-    /// [`Error::Certificate`], [`Error::Random`].
     pub fn server(
         &self,
         common_name: &str,
@@ -130,9 +121,6 @@ impl Authority {
     }
 
     /// Signs a client's key. The name in the certificate is a URI.
-    ///
-    /// # Errors
-    /// [`Error::Certificate`], [`Error::Random`].
     pub fn client(
         &self,
         common_name: &str,
@@ -172,9 +160,6 @@ pub struct RequestedKey(PublicKey);
 
 impl RequestedKey {
     /// Reads a request in DER.
-    ///
-    /// # Errors
-    /// [`Error::Request`].
     pub fn read(csr: &[u8]) -> Result<RequestedKey, Error> {
         if csr.len() > MAX_REQUEST {
             return Err(Error::Request("larger than any request for a P-256 key"));

@@ -44,10 +44,8 @@ impl Credentials {
         secret_json(self, MAX_BYTES)
     }
 
-    /// Reads credentials from JSON.
-    ///
-    /// # Errors
-    /// The format is unknown, or a value is not usable. The text contains no part of the credentials.
+    /// Reads credentials from JSON. Fails if their format is unknown, or the kernel accepts no such value. The text
+    /// contains no part of them.
     pub fn read(bytes: &[u8]) -> Result<Credentials, String> {
         let read = Some(bytes).filter(|bytes| bytes.len() <= MAX_BYTES);
         let read: Option<Credentials> = read.and_then(|bytes| serde_json::from_slice(bytes).ok());
@@ -64,10 +62,7 @@ impl Credentials {
     }
 }
 
-/// Checks whether the kernel accepts a value.
-///
-/// # Errors
-/// The reason, as text that follows the name of the field and contains no part of the value.
+/// Checks whether the kernel accepts a value. The reason follows the name of the field, and contains no part of the value.
 pub fn fits(value: &str) -> Result<(), &'static str> {
     if value.is_empty() {
         return Err("is empty");

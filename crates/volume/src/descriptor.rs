@@ -217,10 +217,7 @@ pub enum Identity {
 }
 
 impl GuestVolume {
-    /// Reads a descriptor.
-    ///
-    /// # Errors
-    /// The bytes are no descriptor of a known form; the text names an unknown kind.
+    /// Reads a descriptor. Fails for one of an unknown form; the text names an unknown kind.
     pub fn read(bytes: &[u8]) -> Result<GuestVolume, String> {
         let size = bytes.len();
         if size > MAX_BYTES {

@@ -1,5 +1,5 @@
 //! Reads and writes small JSON files that survive a crash whole or not at all, 0600 in folders of 0700. Reads and
-//! writes are bounded. May touch: the paths that the caller passes.
+//! writes are bounded. All functions return the errors of the system calls. May touch: the paths that the caller passes.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -10,10 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use zeroize::Zeroizing;
 
-/// Writes a value as a whole file of JSON.
-///
-/// # Errors
-/// The value has more than `limit` bytes (`InvalidInput`; no file changes then), or could not be made durable.
+/// Writes a value as a whole file of JSON. More than `limit` bytes are an error (`InvalidInput`), and no file changes.
 pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64) -> io::Result<()> {
     let bytes = serde_json::to_vec(value).map_err(io::Error::other)?;
     if bytes.len() as u64 > limit {
@@ -24,18 +21,12 @@ pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64)
 }
 
 /// Writes a whole file, durably, and makes its folder where it is missing.
-///
-/// # Errors
-/// The file could not be made durable.
 pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     files::make_folders(folder)?;
     files::write(&folder.join(name), bytes)
 }
 
 /// Removes a file that [`write()`] wrote, durably, and the temporary file of a killed writer. A missing file is no error.
-///
-/// # Errors
-/// A file still exists, or its removal could not be made durable.
 pub fn remove(folder: &Path, name: &str) -> io::Result<()> {
     gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
     gone(fs::remove_file(folder.join(name)))?;
@@ -53,9 +44,6 @@ pub fn secret_json(value: &impl Serialize, limit: usize) -> Zeroizing<Vec<u8>> {
 }
 
 /// Reads a file that holds secrets, at most the first `limit` + 1 bytes; returns `None` if it does not exist.
-///
-/// # Errors
-/// The file cannot be read.
 pub fn read_secret(path: &Path, limit: usize) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     let file = match File::open(path) {
         Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -67,10 +55,8 @@ pub fn read_secret(path: &Path, limit: usize) -> io::Result<Option<Zeroizing<Vec
     Ok(Some(bytes))
 }
 
-/// Reads a value; returns `None` if the file does not exist.
-///
-/// # Errors
-/// The file cannot be read, has more than `limit` bytes, or holds no such value (the latter two `InvalidData`).
+/// Reads a value; returns `None` if the file does not exist. More than `limit` bytes, or no such value, are an error
+/// (`InvalidData`).
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> io::Result<Option<T>> {
     let bytes = match files::read(path, limit) {
         Err(why) if why.kind() == io::ErrorKind::FileTooLarge => {
@@ -83,9 +69,6 @@ pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> io::Result<Opt
 }
 
 /// Returns the visible entries of a folder; none if the folder does not exist.
-///
-/// # Errors
-/// The folder cannot be read.
 pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     let entries = match fs::read_dir(folder) {
         Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -99,10 +82,8 @@ pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes a folder that holds no files except those of a killed writer. A missing folder is no error.
-///
-/// # Errors
-/// The folder still exists; `DirectoryNotEmpty`: it holds other files.
+/// Removes a folder that holds no files except those of a killed writer. A missing folder is no error, one with other
+/// files is (`DirectoryNotEmpty`).
 pub fn remove_emptied(folder: &Path) -> io::Result<()> {
     match fs::remove_dir(folder) {
         Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => {}
@@ -118,17 +99,11 @@ pub fn remove_emptied(folder: &Path) -> io::Result<()> {
 }
 
 /// Makes a folder's entries durable. A missing folder is no error.
-///
-/// # Errors
-/// The folder could not be synced.
 pub fn sync_dir(folder: &Path) -> io::Result<()> {
     gone(File::open(folder).and_then(|folder| folder.sync_all()))
 }
 
 /// Turns a missing file, which was to be removed, into success.
-///
-/// # Errors
-/// Any other failure.
 pub fn gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -96,7 +96,8 @@ pub struct Vm {
 /// Name of the marker file in a published target.
 pub const MARKER: &str = ".peerpod-volume";
 
-/// The folder of the records.
+/// The folder of the records. A method fails if it cannot read, understand, remove or make durable a file, or if a name
+/// is none of Kubernetes'.
 #[derive(Clone, Debug)]
 pub struct Records {
     root: PathBuf,
@@ -109,9 +110,6 @@ impl Records {
     }
 
     /// Makes the record durable, and then the entry for the pod's name.
-    ///
-    /// # Errors
-    /// The record could not be made durable.
     pub fn put(&self, record: &Record) -> io::Result<()> {
         let names = self.names(&record.pod.namespace, &record.pod.name)?;
         let folder = self.pod(&record.pod.uid)?;
@@ -121,10 +119,8 @@ impl Records {
         File::open(names)?.sync_all()
     }
 
-    /// Returns a pod's volumes in the order of their ids.
-    ///
-    /// # Errors
-    /// A record cannot be read or understood: a pod must not start without one of its volumes.
+    /// Returns a pod's volumes in the order of their ids. One that cannot be understood is an error: a pod must not start
+    /// without one of its volumes.
     pub fn of_pod(&self, uid: &str) -> io::Result<Vec<Record>> {
         let mut records: Vec<Record> = Vec::new();
         for id in self.ids(uid)? {
@@ -134,9 +130,6 @@ impl Records {
     }
 
     /// Returns one volume of a pod.
-    ///
-    /// # Errors
-    /// The record exists and cannot be read or understood.
     pub fn get(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Record>> {
         let path = self.pod(uid)?.join(format!("{id}.json"));
         let record: Option<Record> = read_json(&path, MAX_FILE)?;
@@ -152,18 +145,12 @@ impl Records {
 
     /// Returns the UIDs of the pods of this name that have volumes. There are several while a pod of a StatefulSet
     /// terminates and its successor starts.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
     pub fn uids(&self, namespace: &str, name: &str) -> io::Result<Vec<String>> {
         names(&self.names(namespace, name)?)
     }
 
     /// Removes a volume's record and the files about it, but none of the pod: later readers make no VM with the
     /// volume. A missing record is no error.
-    ///
-    /// # Errors
-    /// A file still exists.
     pub fn withdraw(&self, uid: &str, id: &VolumeId) -> io::Result<()> {
         let folder = self.pod(uid)?;
         self.put_credentials(uid, id, None)?;
@@ -173,9 +160,6 @@ impl Records {
     }
 
     /// As [`Records::withdraw`]; with the pod's last volume it also removes all files of the pod, its VM's included.
-    ///
-    /// # Errors
-    /// A file still exists.
     pub fn remove(&self, pod: &Pod, id: &VolumeId) -> io::Result<()> {
         self.withdraw(&pod.uid, id)?;
         if !self.ids(&pod.uid)?.is_empty() {
@@ -193,9 +177,6 @@ impl Records {
 
     /// Stores the credentials for a volume, or removes them durably if `None`. Call it before [`Records::put`]: the
     /// record asserts that all files of the volume exist.
-    ///
-    /// # Errors
-    /// The change could not be made durable.
     pub fn put_credentials(&self, uid: &str, id: &VolumeId, given: Option<&Credentials>) -> io::Result<()> {
         let (folder, name) = (self.pod(uid)?, format!("{id}.secret.json"));
         match given {
@@ -204,10 +185,7 @@ impl Records {
         }
     }
 
-    /// Returns the credentials for a volume; `None` if there are none.
-    ///
-    /// # Errors
-    /// The file exists and cannot be read or understood; the error contains no part of it.
+    /// Returns the credentials for a volume; `None` if there are none. An error contains no part of them.
     pub fn credentials(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Credentials>> {
         let path = self.pod(uid)?.join(format!("{id}.secret.json"));
         let Some(bytes) = read_secret(&path, credentials::MAX_BYTES)? else { return Ok(None) };
@@ -215,49 +193,31 @@ impl Records {
     }
 
     /// Stores the driver's attachment of a volume.
-    ///
-    /// # Errors
-    /// The file could not be made durable.
     pub fn put_attached(&self, uid: &str, id: &VolumeId, attached: &Attached) -> io::Result<()> {
         write_json(&self.pod(uid)?, &format!("{id}.attached.json"), attached, MAX_FILE)
     }
 
     /// Returns the driver's attachment of a volume.
-    ///
-    /// # Errors
-    /// The file exists and cannot be read or understood.
     pub fn attached(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Attached>> {
         read_json(&self.pod(uid)?.join(format!("{id}.attached.json")), MAX_FILE)
     }
 
     /// Stores the pod's VM.
-    ///
-    /// # Errors
-    /// The file could not be made durable.
     pub fn put_vm(&self, uid: &str, vm: &Vm) -> io::Result<()> {
         write_json(&self.pod(uid)?, "vm.json", vm, MAX_FILE)
     }
 
     /// Returns the pod's VM.
-    ///
-    /// # Errors
-    /// The file exists and cannot be read or understood.
     pub fn vm(&self, uid: &str) -> io::Result<Option<Vm>> {
         read_json(&self.pod(uid)?.join("vm.json"), MAX_FILE)
     }
 
     /// Returns the folder of a pod's files, for callers that wait for one of them.
-    ///
-    /// # Errors
-    /// The UID cannot be a folder's name.
     pub fn pod(&self, uid: &str) -> io::Result<PathBuf> {
         Ok(self.root.join("pods").join(plain(uid)?))
     }
 
     /// Returns every pod that has files here; for a start, never for one request.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
     pub fn pods(&self) -> io::Result<Vec<String>> {
         names(&self.root.join("pods"))
     }

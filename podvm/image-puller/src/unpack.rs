@@ -45,9 +45,6 @@ pub struct LeftOut {
 
 /// Unpacks a tar archive into `root`. `entries` and `bytes` are the rest of the image's permitted number of entries and
 /// of bytes. The archive itself counts the bytes that are read from it; holes of sparse files are counted here.
-///
-/// # Errors
-/// The archive is malformed or malicious, the disk is full, or an entry cannot be made.
 pub fn unpack(
     archive: impl Read,
     root: &Path,

@@ -72,10 +72,7 @@ struct Ends {
 impl DataPlane {
     /// Starts both threads. `name` becomes part of their names. Calls `ended` once, on one of the threads, when they
     /// end by themselves: by an error, a panic, or the deletion of the device. `ended` must not panic and must not drop
-    /// the plane.
-    ///
-    /// # Errors
-    /// Error of the socket or of starting a thread; nothing runs then.
+    /// the plane. After an error nothing runs.
     pub fn start(
         engine: Arc<Engine>,
         tun: Tun,

@@ -149,9 +149,7 @@ impl Engine {
     }
 
     /// Adds a peer. A repetition with the same key and address keeps the session; other values make it another peer.
-    ///
-    /// # Errors
-    /// Another peer has the key or the address (its session continues), or there are too many peers.
+    /// Fails if another peer has the key or the address, or if there are too many peers.
     pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
         let mut table = self.table.write();
         let name = &config.name;

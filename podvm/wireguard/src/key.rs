@@ -27,19 +27,13 @@ pub struct PrivateKey(x25519::StaticSecret);
 
 impl PrivateKey {
     /// Generates a key.
-    ///
-    /// # Errors
-    /// The kernel returned no random bytes.
     pub fn generate() -> std::io::Result<PrivateKey> {
         let mut bytes = Zeroizing::new([0; 32]);
         getrandom::fill(bytes.as_mut()).map_err(|e| std::io::Error::other(e.to_string()))?;
         Ok(PrivateKey(x25519::StaticSecret::from(*bytes)))
     }
 
-    /// Takes the 32 bytes that [`PrivateKey::expose`] returned.
-    ///
-    /// # Errors
-    /// Another length, or all zero: a file that was never written.
+    /// Takes the 32 bytes that [`PrivateKey::expose`] returned. Refuses zeros: a file that was never written.
     pub fn from_bytes(bytes: &[u8]) -> Result<PrivateKey, BadKey> {
         Ok(PrivateKey(x25519::StaticSecret::from(*Zeroizing::new(checked(bytes)?))))
     }
@@ -70,10 +64,7 @@ impl fmt::Debug for PrivateKey {
 pub struct PublicKey([u8; 32]);
 
 impl PublicKey {
-    /// Takes 32 bytes.
-    ///
-    /// # Errors
-    /// Another length, or all zero: every handshake with that key ends in the same secret.
+    /// Takes 32 bytes. Refuses zeros: every handshake with that key ends in the same secret.
     pub fn from_bytes(bytes: &[u8]) -> Result<PublicKey, BadKey> {
         checked(bytes).map(PublicKey)
     }

@@ -46,9 +46,6 @@ impl Lane {
     ///
     /// If fragments are accepted, the first one holds the VNI. Later ones cannot overwrite it, because they begin
     /// behind it and the kernel drops overlapping ones.
-    ///
-    /// # Errors
-    /// [`Reason::Fragment`] or [`Reason::NotAllowed`].
     pub fn admits(&self, packet: &[u8]) -> Result<(), Reason> {
         let Some((ip, rest)) = packet.split_first_chunk::<IP_HEADER>() else {
             return Err(Reason::NotAllowed);

@@ -20,10 +20,7 @@ pub(crate) const LARGEST: usize = 65_507;
 const BATCH: usize = 4;
 
 /// Opens the socket in the network namespace of the calling thread: both families on one port, or IPv4 alone if the
-/// kernel has no IPv6. Port 0 lets the kernel choose.
-///
-/// # Errors
-/// `AddrInUse` if the port is in use.
+/// kernel has no IPv6. Port 0 lets the kernel choose. A port in use is the error `AddrInUse`.
 pub fn bind(port: u16) -> io::Result<UdpSocket> {
     let open = |domain, address: SocketAddr| {
         let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;

@@ -68,9 +68,6 @@ pub struct BoundRelay {
 }
 
 /// Makes the relay's own folders and returns them: no other is written.
-///
-/// # Errors
-/// A folder cannot be made.
 pub fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
     let RelayConfig { run_dir, state_dir, .. } = config;
     // An existing folder keeps its permissions: other programs may have sockets in it.
@@ -84,9 +81,7 @@ pub fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 /// Takes over the state of a running or earlier relay, binds all sockets and starts serving.
-///
-/// # Errors
-/// A folder, a file or an address is not usable, or a handover failed. Nothing stays bound.
+/// After an error nothing stays bound.
 pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
     make_folders(&config)?;
     let run_dir = &config.run_dir;
@@ -332,10 +327,7 @@ impl Core {
 }
 
 impl BoundRelay {
-    /// Serves until `shutdown`, then stops.
-    ///
-    /// # Errors
-    /// A task ended by itself; the process must not continue without it.
+    /// Serves until `shutdown`, then stops. Fails if a task ends by itself: the process must not continue without it.
     pub async fn run(mut self, shutdown: &Shutdown) -> anyhow::Result<()> {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),

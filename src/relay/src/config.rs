@@ -107,10 +107,7 @@ impl RelayConfig {
         config
     }
 
-    /// Loads all settings of this binary.
-    ///
-    /// # Errors
-    /// Returns every mistake of all sources at once.
+    /// Loads all settings of this binary. Fails with every mistake of all sources at once.
     pub fn load(sources: Sources) -> Result<(RelayConfig, LogConfig, Printed), Mistakes> {
         let mut reader = Reader::load(sources, &["paths", "relay", "log"], &OTHERS)?;
         let config = RelayConfig::read(&mut reader);

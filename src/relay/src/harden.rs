@@ -149,10 +149,7 @@ impl Files {
 }
 
 /// Sets `no_new_privs`, drops the capabilities, restricts the files and installs the system call filters. A failed step
-/// does not keep the later ones from being tried.
-///
-/// # Errors
-/// All steps that failed, with their causes.
+/// does not keep the later ones from being tried. Fails with all steps that failed, and their causes.
 pub fn harden(listen_port: u16, files: &Files) -> anyhow::Result<()> {
     let steps = [
         ("set no_new_privs", set_no_new_privs(true).map_err(anyhow::Error::from)),

@@ -17,9 +17,6 @@ use tokio::signal::unix::{SignalKind, signal};
 const CHILD: &str = "--relay.replaced=end";
 
 /// Runs a relay as a child until the child ends or, after a handover, until a signal arrives.
-///
-/// # Errors
-/// Fails if the child cannot be started.
 pub async fn keep() -> io::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
