@@ -118,6 +118,27 @@ pub(crate) struct LinkSupervisor {
     pub(crate) node_endpoints: watch::Receiver<Vec<SocketAddr>>,
 }
 
+/// State of the link between two events.
+#[derive(Default)]
+struct Course {
+    /// Stage that ends with the first link.
+    stage: Option<Stage>,
+    said: Said,
+    /// Connection that may become the link.
+    linked: Option<underlay::Linked>,
+    /// Number of connections in a row without a link.
+    fruitless: u32,
+}
+
+impl Course {
+    /// Gives the endpoint a connection. `port` is that of the relay's answers to probes, if it is another one.
+    fn attach(&mut self, handle: &EndpointHandle, stream: TlsStream<TcpStream>, port: Option<u16>) {
+        self.fruitless += 1;
+        self.linked = underlay::Linked::of(&stream, port);
+        handle.attach(Transport::from(stream));
+    }
+}
+
 /// Direction of the dial.
 enum Connector {
     /// The guest dials.
@@ -136,21 +157,26 @@ enum ClaimError {
 
 impl LinkSupervisor {
     /// Keeps the link until the endpoint of `handle` ends.
-    pub(crate) async fn run(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
-        match self.user_data.node.listen {
-            Some(port) => self.keep_waiting(port, handle, links).await,
-            None => self.keep_dialling(handle, links).await,
+    pub(crate) async fn run(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
+        let node = &self.user_data.node;
+        let mut connector = match node.listen {
+            Some(port) => Connector::Wait(self.waiter(port)),
+            None => Connector::Dial(Dialler::new(node.addresses.clone(), self.status.addressed.clone())),
+        };
+        let mut course = Course::default();
+        if !self.identity.lock().is_granted() {
+            self.claim(&mut connector, &mut course.said).await;
+        }
+        course.stage = Some(self.status.begin("link"));
+        while self.step(&mut connector, &mut course, handle, &mut links).await.is_some() {
+            self.claim_again(&mut connector, &mut course).await;
+            if let Connector::Dial(_) = connector {
+                sleep(dial::beat()).await;
+            }
         }
     }
 
-    /// Waits for the node to dial, which it does when it has no connection: a new one replaces the previous one at
-    /// once.
-    async fn keep_waiting(
-        &self,
-        port: u16,
-        handle: &EndpointHandle,
-        mut links: mpsc::UnboundedReceiver<LinkEvent>,
-    ) {
+    fn waiter(&self, port: u16) -> Waiter {
         let (identity, pins) = (self.identity.clone(), self.user_data.node.ca_sha256.clone());
         let greeting = move |with_certificate| {
             let config = identity.lock().tls(&pins, with_certificate);
@@ -159,131 +185,85 @@ impl LinkSupervisor {
             };
             config.inspect_err(said).ok()
         };
-        let mut connector = Connector::Wait(Waiter::new(port, Arc::new(greeting)));
+        let waiter = Waiter::new(port, Arc::new(greeting));
         self.status.called.set();
-        let mut said = Said::default();
-        if !self.identity.lock().is_granted() {
-            self.claim(&mut connector, &mut said).await;
-        }
-        let mut stage = Some(self.status.begin("link"));
-        let (mut fruitless, mut linked) = (0, None);
-        // Port on which the relay answers probes.
-        let relay_port = self.user_data.node.addresses.first().map(SocketAddr::port);
-        loop {
-            let Connector::Wait(waiter) = &connector else { return };
-            tokio::select! {
-                biased;
-                event = links.recv() => {
-                    let Some(event) = event else { return };
-                    if self.happened(event, &mut stage, &mut said, &mut linked) {
-                        fruitless = 0;
-                    }
-                }
-                stream = waiter.next(true) => {
-                    fruitless += 1;
-                    linked = underlay::Linked::of(&stream, relay_port);
-                    handle.attach(Transport::from(stream));
-                }
-            }
-            if fruitless >= CLAIM_AGAIN {
-                fruitless = 0;
-                self.claim_again(&mut connector, &mut said).await;
-            }
-        }
+        waiter
     }
 
-    async fn claim_again(&self, connector: &mut Connector, said: &mut Said) {
-        tracing::warn!("the node does not take our certificate, showing the ticket again");
-        // The node dials at its own pace; the certificate may be good again before it does.
-        match timeout(CLAIM, self.claim_once(connector)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => said.once("claim failed", error.to_string()),
-            Err(_) => said.once("claim failed", late().to_string()),
-        }
-    }
-
-    async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
-        let addresses = self.user_data.node.addresses.clone();
-        let mut connector = Connector::Dial(Dialler::new(addresses, self.status.addressed.clone()));
-        let mut said = Said::default();
-        if !self.identity.lock().is_granted() {
-            self.claim(&mut connector, &mut said).await;
-        }
-        let mut stage = Some(self.status.begin("link"));
-        let mut fruitless = 0;
-        loop {
-            if let Connector::Dial(dialler) = &mut connector {
-                dialler.learn(&self.node_endpoints.borrow());
-            }
-            match self.secure(&mut connector, true).await {
-                Ok(stream) => {
-                    let linked = underlay::Linked::of(&stream, None);
-                    handle.attach(Transport::from(stream));
-                    match self.follow(&mut links, &mut stage, &mut said, linked).await {
-                        Some(true) => fruitless = 0,
-                        Some(false) => fruitless += 1,
-                        None => return,
-                    }
-                }
-                Err(error) => said.once("cannot reach the node", format!("{error:#}")),
-            }
-            if fruitless >= CLAIM_AGAIN {
-                fruitless = 0;
-                self.claim_again(&mut connector, &mut said).await;
-            }
-            sleep(dial::beat()).await;
-        }
-    }
-
-    /// Follows a connection to its end; returns whether it became a link. `None`: the endpoint is gone.
-    async fn follow(
+    /// Dials, and follows the connection to its end. Where the node dials, handles one event or connection: the node
+    /// dials when it has no connection, and a new one replaces the previous one at once. `None`: the endpoint is gone.
+    async fn step(
         &self,
+        connector: &mut Connector,
+        course: &mut Course,
+        handle: &EndpointHandle,
         links: &mut mpsc::UnboundedReceiver<LinkEvent>,
-        stage: &mut Option<Stage>,
-        said: &mut Said,
-        mut linked: Option<underlay::Linked>,
-    ) -> Option<bool> {
-        let mut was_up = false;
-        loop {
-            let event = links.recv().await?;
-            let ends = matches!(event, LinkEvent::Down { .. });
-            was_up |= self.happened(event, stage, said, &mut linked);
-            if ends {
-                return Some(was_up);
+    ) -> Option<()> {
+        match connector {
+            Connector::Wait(waiter) => tokio::select! {
+                biased;
+                event = links.recv() => self.happened(event?, course),
+                stream = waiter.next(true) => {
+                    // Port on which the relay answers probes.
+                    let port = self.user_data.node.addresses.first().map(SocketAddr::port);
+                    course.attach(handle, stream, port);
+                }
+            },
+            Connector::Dial(dialler) => {
+                dialler.learn(&self.node_endpoints.borrow());
+                match self.secure(connector, true).await {
+                    Ok(stream) => {
+                        course.attach(handle, stream, None);
+                        let mut is_down = false;
+                        while !is_down {
+                            let event = links.recv().await?;
+                            is_down = matches!(event, LinkEvent::Down { .. });
+                            self.happened(event, course);
+                        }
+                    }
+                    Err(error) => course.said.once("cannot reach the node", format!("{error:#}")),
+                }
             }
         }
+        Some(())
     }
 
-    /// Handles an event; returns whether the link came up.
-    fn happened(
-        &self,
-        event: LinkEvent,
-        stage: &mut Option<Stage>,
-        said: &mut Said,
-        linked: &mut Option<underlay::Linked>,
-    ) -> bool {
+    fn happened(&self, event: LinkEvent, course: &mut Course) {
         match event {
             LinkEvent::Up { resumed, session, peer, version } => {
                 self.lease.linked(true);
-                if let Some(stage) = stage.take() {
+                if let Some(stage) = course.stage.take() {
                     self.status.done(stage);
                 }
                 tracing::info!(%peer, %session, resumed, relay = version, "the link is up");
-                *said = Said::default();
-                if let Some(linked) = linked.take() {
+                (course.said, course.fruitless) = (Said::default(), 0);
+                if let Some(linked) = course.linked.take() {
                     self.uplink.send_replace(Some(linked));
                 }
-                return true;
             }
             LinkEvent::Down { reason, .. } => {
                 self.lease.linked(false);
-                said.once("the link is down", reason);
+                course.said.once("the link is down", reason);
             }
             LinkEvent::SessionLost => {
                 tracing::warn!("the node's relay was replaced: open connections to the agent end");
             }
         }
-        false
+    }
+
+    /// Shows the ticket again after many connections without a link.
+    async fn claim_again(&self, connector: &mut Connector, course: &mut Course) {
+        if course.fruitless < CLAIM_AGAIN {
+            return;
+        }
+        course.fruitless = 0;
+        tracing::warn!("the node does not take our certificate, showing the ticket again");
+        // The node dials at its own pace; the certificate may be good again before it does.
+        match timeout(CLAIM, self.claim_once(connector)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => course.said.once("claim failed", error.to_string()),
+            Err(_) => course.said.once("claim failed", late().to_string()),
+        }
     }
 
     /// Shows the ticket until the node grants a certificate.
