@@ -4,10 +4,10 @@
 //! name. The most exact key that matches is tried first. Nothing here is ever printed.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use oci_client::secrets::RegistryAuth;
 use serde::Deserialize;
 
 /// Size limit in bytes; larger texts are refused.
@@ -16,21 +16,6 @@ const MAX_LEN: usize = 2 << 20;
 const MOST: usize = 16;
 /// Names of Docker Hub in such files.
 const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
-
-/// Credential for a registry.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) enum Credential {
-    /// User and password.
-    Basic(String, String),
-    /// A token for the registry itself.
-    Bearer(String),
-}
-
-impl fmt::Debug for Credential {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("(credential)")
-    }
-}
 
 #[derive(Deserialize)]
 struct File {
@@ -49,7 +34,7 @@ struct Entry {
 
 /// Returns the credentials for the registry (as `host[:port]`) and repository, the most exact first. An empty text has
 /// none. An error never repeats any of the text.
-pub(crate) fn for_image(text: &str, registry: &str, repository: &str) -> Result<Vec<Credential>, String> {
+pub(crate) fn for_image(text: &str, registry: &str, repository: &str) -> Result<Vec<RegistryAuth>, String> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }
@@ -67,23 +52,23 @@ pub(crate) fn for_image(text: &str, registry: &str, repository: &str) -> Result<
     })?;
     let fits =
         |(key, entry): (&String, &Entry)| Some((fits(key, registry, repository)?, entry.credential()?));
-    let mut fitting: Vec<(usize, Credential)> = file.auths.iter().filter_map(fits).collect();
+    let mut fitting: Vec<(usize, RegistryAuth)> = file.auths.iter().filter_map(fits).collect();
     fitting.sort_by_key(|(exact, _)| std::cmp::Reverse(*exact));
     Ok(fitting.into_iter().map(|(_, credential)| credential).take(MOST).collect())
 }
 
 impl Entry {
-    fn credential(&self) -> Option<Credential> {
+    fn credential(&self) -> Option<RegistryAuth> {
         if !self.registrytoken.is_empty() {
-            return Some(Credential::Bearer(self.registrytoken.clone()));
+            return Some(RegistryAuth::Bearer(self.registrytoken.clone()));
         }
         if !self.username.is_empty() {
-            return Some(Credential::Basic(self.username.clone(), self.password.clone()));
+            return Some(RegistryAuth::Basic(self.username.clone(), self.password.clone()));
         }
         let decoded = String::from_utf8(STANDARD.decode(self.auth.trim()).ok()?).ok()?;
         let (user, password) = decoded.split_once(':')?;
         // Docker once padded with zero bytes.
-        Some(Credential::Basic(user.to_owned(), password.trim_end_matches('\0').to_owned()))
+        Some(RegistryAuth::Basic(user.to_owned(), password.trim_end_matches('\0').to_owned()))
     }
 }
 
@@ -135,8 +120,9 @@ mod tests {
 
     fn users(text: &str, registry: &str, repository: &str) -> Vec<String> {
         let name = |credential| match credential {
-            Credential::Basic(user, password) => format!("{user}:{password}"),
-            Credential::Bearer(token) => token,
+            RegistryAuth::Basic(user, password) => format!("{user}:{password}"),
+            RegistryAuth::Bearer(token) => token,
+            RegistryAuth::Anonymous => String::new(),
         };
         for_image(text, registry, repository).unwrap().into_iter().map(name).collect()
     }
@@ -167,7 +153,7 @@ mod tests {
             for_image(&" x".repeat(MAX_LEN), "r", "x"),
             Err(format!("the pull secret has more than {MAX_LEN} bytes"))
         );
-        let entry = Credential::Basic("user".into(), "geheim".into());
+        let entry = RegistryAuth::Basic("user".into(), "geheim".into());
         assert!(!format!("{entry:?}").contains("geheim"));
     }
 

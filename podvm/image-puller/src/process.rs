@@ -3,7 +3,6 @@
 use std::fmt::Display;
 use std::io::{self, Read, Write};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::prctl;
@@ -11,7 +10,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::Signal;
 
 use crate::cause::{Cause, Error};
-use crate::pull::{Say, pull};
+use crate::pull::pull;
 use crate::{Event, Job};
 
 /// Size limit of a job in bytes: a pull secret, CA certificates and some names.
@@ -52,9 +51,8 @@ fn work(job: Job) -> Result<crate::Outcome, Error> {
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(internal("starting"))?;
-    let said: Say = Arc::new(|event| say(&event));
     let limit = Duration::from_secs(job.limits.seconds);
-    let pulled = runtime.block_on(async { tokio::time::timeout(limit, pull(&job, &said)).await });
+    let pulled = runtime.block_on(async { tokio::time::timeout(limit, pull(&job)).await });
     // A name look-up cannot be interrupted.
     runtime.shutdown_background();
     let mut outcome = pulled.unwrap_or_else(|_| {
@@ -67,7 +65,7 @@ fn work(job: Job) -> Result<crate::Outcome, Error> {
 }
 
 /// Writes one line. The reader may be gone; then this process ends in a moment, too.
-fn say(event: &Event) {
+pub(crate) fn say(event: &Event) {
     if let Ok(mut line) = serde_json::to_vec(event) {
         line.push(b'\n');
         let mut out = io::stdout().lock();

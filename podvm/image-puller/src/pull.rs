@@ -4,13 +4,13 @@ use std::cell::Cell;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{self, LocalBoxStream, StreamExt, TryStreamExt};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::cause::{Cause, Error, disk};
+use crate::process::say;
 use crate::registry::{self, Image, Layer, Process, Registry};
 use crate::store::{Record, Store, chain};
 use crate::stream::{Counted, open};
@@ -23,10 +23,8 @@ const TRIES: u32 = 4;
 /// Directory of the kata-agent's bundles.
 const BUNDLES: &str = "/run/kata-containers";
 
-pub(crate) type Say = Arc<dyn Fn(Event) + Send + Sync>;
-
 /// Does the job. The caller's working directory becomes the store.
-pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
+pub(crate) async fn pull(job: &Job) -> Result<Outcome, Error> {
     let reference = registry::parse(&job.image)?;
     job.bundle.as_deref().map_or(Ok(()), check_bundle)?;
     let store = Store::open(&job.store)?;
@@ -36,12 +34,12 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
     let pinned = reference.digest().is_some();
     let (record, outcome) = match store.recall(&name) {
         Some(record) if pinned => known(record),
-        before => match fresh(job, &reference, &store, say).await {
+        before => match fresh(job, &reference, &store).await {
             Ok(image) => image,
             // A restart of a container must not depend on a registry that is away at the moment.
             Err(error) => {
                 let record = before.filter(|_| error.cause.is_transient()).ok_or_else(|| error.clone())?;
-                say(Event::Warning { text: format!("{error}; the image that is here is used") });
+                say(&Event::Warning { text: format!("{error}; the image that is here is used") });
                 known(record)
             }
         },
@@ -63,18 +61,17 @@ async fn fresh(
     job: &Job,
     reference: &oci_client::Reference,
     store: &Store,
-    say: &Say,
 ) -> Result<(Record, Outcome), Error> {
     let began = Instant::now();
-    let (registry, image) = retried(say, async || Registry::find(job, reference).await).await?;
+    let (registry, image) = retried(async || Registry::find(job, reference).await).await?;
     let name = reference.whole();
-    let (fetched, bytes) = layers(job, &registry, &image, store, say).await?;
+    let (fetched, bytes) = layers(job, &registry, &image, store).await?;
     store.remember(&name, &image)?;
     let outcome =
         Outcome { manifest_digest: image.digest.clone(), layers: image.layers.len(), fetched, bytes };
     let (layers, kib, ms) = (outcome.layers, bytes >> 10, began.elapsed().as_millis());
     let text = format!("{name} is here: {layers} layers, {fetched} fetched, {kib} KiB in {ms} ms");
-    say(Event::Progress { text });
+    say(&Event::Progress { text });
     let record = store
         .recall(&name)
         .ok_or_else(|| Error::new(Cause::Internal, "a layer vanished from the store while it was used"))?;
@@ -82,12 +79,12 @@ async fn fresh(
 }
 
 /// Repeats an attempt after transient failures.
-async fn retried<T>(say: &Say, attempt: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
+async fn retried<T>(attempt: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
     let mut failures = 0;
     loop {
         match attempt().await {
             Err(error) if error.cause.is_transient() && failures + 1 < TRIES => {
-                say(Event::Warning { text: format!("{error}; tried again") });
+                say(&Event::Warning { text: format!("{error}; tried again") });
                 tokio::time::sleep(Duration::from_millis(500 << failures)).await;
                 failures += 1;
             }
@@ -97,13 +94,7 @@ async fn retried<T>(say: &Say, attempt: impl AsyncFn() -> Result<T, Error>) -> R
 }
 
 /// Fetches and unpacks the missing layers; returns their number, and their bytes.
-async fn layers(
-    job: &Job,
-    registry: &Registry,
-    image: &Image,
-    store: &Store,
-    say: &Say,
-) -> Result<(usize, u64), Error> {
+async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
     store.tidy(&ids);
     // The maker of a layer holds its lock from the first byte on, so that concurrent pulls fetch shared layers once.
@@ -125,9 +116,9 @@ async fn layers(
                 return Ok(None); // another process was faster
             }
             let blob = Blob(store.blob(&ids[at]));
-            retried(say, async || registry.save(layer, &blob.0).await).await?;
+            retried(async || registry.save(layer, &blob.0).await).await?;
             let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
-            say(Event::Progress { text });
+            say(&Event::Progress { text });
             Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
         })
         .buffered(AT_ONCE)
@@ -136,7 +127,7 @@ async fn layers(
     let unpacked = done.await.map_err(|_| Error::new(Cause::Internal, "unpacking ended without a result"))?;
     let sent = sent?;
     for text in unpacked? {
-        say(Event::Warning { text });
+        say(&Event::Warning { text });
     }
     Ok(sent)
 }

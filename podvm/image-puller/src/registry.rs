@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use crate::Job;
 use crate::cause::{Cause, Error, disk, quote};
-use crate::credentials::{self, Credential};
+use crate::credentials;
 use crate::stream::Packing;
 
 /// Limit of layers per image; an overlay has no more.
@@ -93,21 +93,16 @@ impl Registry {
     /// Requests the manifest of the name, with each of the matching credentials, and without any.
     pub(crate) async fn find(job: &Job, reference: &Reference) -> Result<(Registry, Image), Error> {
         let registry = reference.resolve_registry();
-        let found = credentials::for_image(&job.credentials, registry, reference.repository())
+        let secrets = credentials::for_image(&job.credentials, registry, reference.repository())
             .map_err(|error| Error::new(Cause::Denied, error))?;
-        let secrets = found.len();
-        let ways = found.into_iter().map(|credential| match credential {
-            Credential::Basic(user, password) => RegistryAuth::Basic(user, password),
-            Credential::Bearer(token) => RegistryAuth::Bearer(token),
-        });
         let mut denied = None;
-        for auth in ways.chain([RegistryAuth::Anonymous]) {
+        for auth in secrets.iter().chain([&RegistryAuth::Anonymous]) {
             let registry = Registry {
                 client: client(job)?,
                 reference: reference.clone(),
                 silence: Duration::from_secs(job.limits.silence_seconds),
             };
-            match tokio::time::timeout(QUESTIONS, registry.ask(&auth)).await {
+            match tokio::time::timeout(QUESTIONS, registry.ask(auth)).await {
                 Ok(Ok(image)) => return Ok((registry, image)),
                 Ok(Err(error)) if error.cause == Cause::Denied => {
                     // The reply to the first credential is more useful than the reply to an anonymous request.
@@ -123,7 +118,7 @@ impl Registry {
             }
         }
         let mut error = denied.unwrap_or_else(|| Error::new(Cause::Denied, "no credentials"));
-        error.text.push_str(&match secrets {
+        error.text.push_str(&match secrets.len() {
             0 => format!(" (no pull secret for {registry} reached this VM)"),
             1 => format!(" (the pull secret for {registry} was tried)"),
             n => format!(" ({n} pull secrets for {registry} were tried)"),
