@@ -53,10 +53,10 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
     let erofs = erofs(inputs, &root, &work)?;
     let verity = if options.no_verity { None } else { Some(verity::hashes(&erofs, &work)?) };
 
-    report.boot.cmdline = cmdline::line(&["disk"]);
-    report.boot.cmdline_emulated = cmdline::line(&["disk", "emulated"]);
+    report.cmdline = cmdline::line(&["disk"]);
+    report.cmdline_emulated = cmdline::line(&["disk", "emulated"]);
     if let Some(verity) = &verity {
-        for line in [&mut report.boot.cmdline, &mut report.boot.cmdline_emulated] {
+        for line in [&mut report.cmdline, &mut report.cmdline_emulated] {
             *line = format!("{line} roothash={}", verity.root_hash);
         }
         report.root_hash = Some(verity.root_hash.clone());
@@ -64,7 +64,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
     let initramfs = initramfs(inputs, options, &release)?;
     audit::check(&initramfs)?;
     let initramfs = compress(&cpio::archive(&initramfs, inputs.lock.epoch))?;
-    let program = uki::build(inputs, &release, &initramfs, &report.boot.cmdline, &work)?;
+    let program = uki::build(inputs, &release, &initramfs, &report.cmdline, &work)?;
 
     let identity = verity.as_ref().map_or_else(|| sha256(&erofs), |verity| verity.root_hash.clone());
     ensure!(identity.len() == IDENTITY_LEN, "the root hash {identity} is no SHA-256 hash");
@@ -72,7 +72,6 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
     let raw = gpt::disk(&uki::partition(&program)?, &erofs, hashes, &identity, &work)?;
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     formats::write(&raw, &options.formats, &identity, out, &mut report)?;
-    fs::remove_dir_all(&work)?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
     // systemd replaces the initramfs by the root, and the kernel frees it.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, 0, &root, true)?);
@@ -100,9 +99,7 @@ fn root(
     tree.file("etc/systemd/system/peerpod-guest.service", 0o644, UNIT.as_bytes());
     parts.add(&mut tree, "usr/local/bin/peerpod-guest", &inputs.packages, report)?;
     program::complete(&mut tree, &inputs.packages)?;
-    let work = inputs.work("modules")?;
-    modules::add(&mut tree, &inputs.packages, release, &work)?;
-    fs::remove_dir_all(&work)?;
+    modules::add(&mut tree, &inputs.packages, release, &inputs.work("modules")?)?;
     Ok(tree)
 }
 
@@ -120,7 +117,6 @@ fn erofs(inputs: &Inputs, root: &Tree, work: &Path) -> anyhow::Result<Vec<u8>> {
     )?;
     let mut content = fs::read(&image)?;
     content.resize(content.len().next_multiple_of(verity::BLOCK), 0);
-    fs::remove_dir_all(&folder)?;
     Ok(content)
 }
 

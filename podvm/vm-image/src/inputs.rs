@@ -31,7 +31,7 @@ impl Inputs {
         self.packages.content(path).with_context(|| format!("no package has a file {path}"))
     }
 
-    /// Returns an empty folder of this run.
+    /// Returns an empty folder of this run, which `main` removes.
     pub(crate) fn work(&self, name: &str) -> anyhow::Result<PathBuf> {
         let folder = self.work.join(format!("{name}.{}", std::process::id()));
         if folder.exists() {

@@ -47,9 +47,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     parts.add(&mut tree, "init", &inputs.packages, &mut report)?;
     tree.link("usr/local/bin/peerpod-guest", "/init");
     program::complete(&mut tree, &inputs.packages)?;
-    let work = inputs.work("modules")?;
-    modules::add(&mut tree, &inputs.packages, &release, &work)?;
-    fs::remove_dir_all(&work)?;
+    modules::add(&mut tree, &inputs.packages, &release, &inputs.work("modules")?)?;
     let tables = format!("usr/lib/modules/{release}/modules.");
     tree.retain(|path| path.strip_prefix(&tables).is_none_or(|table| modules::TEXT_TABLES.contains(&table)));
     audit::check(&tree)?;
@@ -61,10 +59,10 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.write(out, INITRD, &initramfs)?;
     // The archive is not compressed: its unpacked content stays in memory and is as large.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
-    report.boot.kernel = Some(KERNEL.to_owned());
-    report.boot.initrd = Some(INITRD.to_owned());
-    report.boot.cmdline = cmdline::line(&["minimal"]);
-    report.boot.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
+    report.kernel = Some(KERNEL.to_owned());
+    report.initrd = Some(INITRD.to_owned());
+    report.cmdline = cmdline::line(&["minimal"]);
+    report.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
     report.contents(&tree);
     report.finish(out)
 }
@@ -102,9 +100,7 @@ fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
             &time,
         ]),
     )?;
-    let content = fs::read(&image)?;
-    fs::remove_dir_all(&work)?;
-    Ok(content)
+    Ok(fs::read(&image)?)
 }
 
 /// Compresses with zstd on one thread, because the bytes depend on the number of threads. The kernel needs no checksum.

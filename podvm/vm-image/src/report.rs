@@ -24,8 +24,15 @@ pub(crate) struct Report {
     kind: &'static str,
     arch: &'static str,
     kernel_release: String,
-    #[serde(flatten)]
-    pub(crate) boot: Boot,
+    /// Names of files beside this one, for a boot without a disk's boot loader.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) initrd: Option<String>,
+    /// Kernel command line; a disk already contains it.
+    pub(crate) cmdline: String,
+    /// The same for a machine with an emulated processor.
+    pub(crate) cmdline_emulated: String,
     /// The root's dm-verity hash, for comparison with a measured boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) root_hash: Option<String>,
@@ -42,20 +49,6 @@ pub(crate) struct Report {
     pub(crate) supplied: BTreeMap<&'static str, String>,
     /// Every file of the image: the size of a file in bytes, or the target of a link.
     contents: BTreeMap<String, Content>,
-}
-
-/// Files and command lines of a boot.
-#[derive(Debug, Default, Serialize)]
-pub(crate) struct Boot {
-    /// File names beside this one, for a boot without a disk's boot loader.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) kernel: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) initrd: Option<String>,
-    /// Kernel command line; a disk already contains it.
-    pub(crate) cmdline: String,
-    /// The same for a machine with an emulated processor.
-    pub(crate) cmdline_emulated: String,
 }
 
 #[derive(Debug, Serialize)]
