@@ -12,3 +12,4 @@ pub mod keyed_locks;
 pub mod limit;
 pub mod reactor;
 pub mod tun;
+pub mod unix_socket;

@@ -12,18 +12,18 @@ use std::time::Duration;
 use anyhow::Context;
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use peerpod_common::unix_socket::{self, Bound};
 use peerpod_image_job::{Cause, Error, Job, Outcome};
 use peerpod_proto::guest;
 use peerpod_proto::hub::{ImagePullRequest, ImagePullResponse};
 use peerpod_proto::hub_ttrpc::{ImagePullService, create_image_pull_service};
-use tokio::net::UnixListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 use ttrpc::Code;
 use ttrpc::asynchronous::transport::Listener;
 use ttrpc::asynchronous::{Server, TtrpcContext};
 
-use crate::{config, files};
+use crate::config;
 
 mod child;
 
@@ -77,17 +77,20 @@ impl Images {
         self.0.is_open.send_replace(Some(is_there));
     }
 
-    /// Serves the kata-agent for as long as the returned server lives; `None` if the settings disable it.
-    pub(crate) async fn serve(&self) -> anyhow::Result<Option<Server>> {
+    /// Serves the kata-agent for as long as the returned server and name live; `None` if the settings disable it.
+    pub(crate) async fn serve(&self) -> anyhow::Result<Option<(Server, Bound)>> {
         if !self.0.settings.serve {
             return Ok(None);
         }
         let socket = &self.0.settings.socket;
-        let listener = listen(socket).with_context(|| format!("listening on {}", socket.display()))?;
+        let folder = socket.parent().map_or(Ok(()), std::fs::create_dir_all);
+        let (listener, bound) = folder
+            .and_then(|()| unix_socket::bind(socket))
+            .with_context(|| format!("listening on {}", socket.display()))?;
         let services = create_image_pull_service(Arc::new(self.clone()));
         let mut server = Server::new().add_listener(Listener::from(listener)).register_service(services);
         server.start().await.with_context(|| format!("serving {}", socket.display()))?;
-        Ok(Some(server))
+        Ok(Some((server, bound)))
     }
 
     /// Takes the node's settings of the pod's images, and begins to prefetch.
@@ -203,18 +206,4 @@ fn status(error: &Error) -> ttrpc::Error {
         Cause::Internal => Code::INTERNAL,
     };
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, error.to_string()))
-}
-
-/// Binds the socket for root alone from its first moment: under another name, then renamed.
-fn listen(socket: &Path) -> std::io::Result<UnixListener> {
-    use std::os::unix::fs::PermissionsExt;
-    if let Some(folder) = socket.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let fresh = socket.with_extension("new");
-    files::remove(&fresh)?;
-    let listener = UnixListener::bind(&fresh)?;
-    std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o600))?;
-    std::fs::rename(&fresh, socket)?;
-    Ok(listener)
 }

@@ -3,8 +3,6 @@
 
 use std::fs::File;
 use std::future::Future;
-use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,10 +14,10 @@ use nix::fcntl::{Flock, FlockArg};
 use peerpod_base::admin::{self, BlockReady, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
 use peerpod_common::files;
+use peerpod_common::unix_socket::{self, Bound};
 use peerpod_proto::relay::ConfigureRequest;
 use peerpod_provider_api::{Capabilities, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
-use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{error, info, warn};
@@ -69,8 +67,8 @@ pub(crate) fn spawn(tasks: &mut Tasks, name: &'static str, task: impl Future<Out
 
 /// A recovered node with bound sockets.
 pub struct BoundNode {
-    /// Path of `node.sock`, and the identity of this process's socket there.
-    socket: BoundSocket,
+    /// `node.sock` and `volumes.sock`.
+    sockets: [Bound; 2],
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
@@ -145,10 +143,10 @@ pub async fn build(
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let drain = Drain::new();
-    let (listener, socket) = bind(config.run_dir.join("node.sock"))?;
+    let (listener, socket) = bind(&config.run_dir.join("node.sock"))?;
     let service = Service { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
     let server = rpc::serve(listener, service).await.context("serve node.sock")?;
-    let (listener, _) = bind(config.run_dir.join("volumes.sock"))?;
+    let (listener, volumes_socket) = bind(&config.run_dir.join("volumes.sock"))?;
     let volumes = rpc::volumes::serve(listener, sandboxes.clone()).await.context("serve volumes.sock")?;
     drop(starting);
     if let Some(cluster) = &cluster {
@@ -159,13 +157,14 @@ pub async fn build(
         cluster = config.sandbox.cluster_id,
         node = config.sandbox.node_name,
         installation,
-        socket = %socket.0.display(),
+        socket = %socket.path().display(),
         state_dir = %config.state_dir.display(),
         guests_dial = parts.addresses.to_text(parts.relay.listen()),
         %admin,
         "peerpod-node serves"
     );
-    Ok(BoundNode { socket, sandboxes, cluster, server, volumes, drain, ready, tasks })
+    let sockets = [socket, volumes_socket];
+    Ok(BoundNode { sockets, sandboxes, cluster, server, volumes, drain, ready, tasks })
 }
 
 /// Opens the client of the cluster, if the node is in one, and starts its tasks.
@@ -328,12 +327,7 @@ impl BoundNode {
         let farewell =
             self.cluster.take().map(|cluster| tokio::spawn(async move { cluster.farewell().await }));
         self.volumes.stop_listen().await;
-        // Removed only if it is still this process's socket: a successor may have bound it already.
-        let (path, id) = &self.socket;
-        let ours = std::fs::symlink_metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == *id);
-        if ours && let Err(error) = std::fs::remove_file(path) {
-            warn!(%error, "cannot remove node.sock");
-        }
+        drop(self.sockets);
         if let Err(busy) = self.drain.drain(DRAIN).await {
             warn!(%busy, "not all calls were answered; the relay sends them again");
         }
@@ -489,22 +483,11 @@ async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> R
     }
 }
 
-/// Path of a bound socket, with its device and inode numbers.
-type BoundSocket = (PathBuf, (u64, u64));
-
-/// Binds a socket for root alone, in place of a dead node's. The rename is atomic: clients find the old or the new one.
-fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
-    let bound = || -> io::Result<(UnixListener, (u64, u64))> {
-        let temporary = path.with_extension("new");
-        files::remove_volatile(&temporary)?;
-        let listener = UnixListener::bind(&temporary)?;
-        std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600))?;
-        let there = std::fs::symlink_metadata(&temporary)?;
-        std::fs::rename(&temporary, &path)?;
-        Ok((listener, (there.dev(), there.ino())))
-    };
-    let (listener, id) = bound().with_context(|| format!("listen on {}", path.display()))?;
-    Ok((Listener::from(listener), (path, id)))
+/// Binds a socket for root alone, in place of a dead node's.
+fn bind(path: &Path) -> Result<(Listener, Bound)> {
+    let (listener, bound) =
+        unix_socket::bind(path).with_context(|| format!("listen on {}", path.display()))?;
+    Ok((Listener::from(listener), bound))
 }
 
 #[cfg(test)]
