@@ -38,19 +38,13 @@ struct LineLimit {
     reported: Option<Instant>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-struct Verdict {
-    write: bool,
-    /// Number of left-out lines to report now.
-    report_left_out: Option<u64>,
-}
-
 impl LineLimit {
     fn new(now: Instant) -> LineLimit {
         LineLimit { rate: RateLimit::new(MOST, PER_SECOND, now), left_out: 0, reported: None }
     }
 
-    fn judge(&mut self, now: Instant) -> Verdict {
+    /// Returns whether to write a line, and the number of left-out lines to report now.
+    fn judge(&mut self, now: Instant) -> (bool, Option<u64>) {
         let write = self.rate.take(now);
         if !write {
             self.left_out += 1;
@@ -60,7 +54,7 @@ impl LineLimit {
         if report {
             self.reported = Some(now);
         }
-        Verdict { write, report_left_out: report.then(|| std::mem::take(&mut self.left_out)) }
+        (write, report.then(|| std::mem::take(&mut self.left_out)))
     }
 }
 
@@ -71,18 +65,18 @@ impl GuestLog {
 
     /// Writes a line of this sandbox's guest into the log, unless the limit is reached.
     pub(crate) fn line(&self, sandbox: &SandboxId, pod: impl FnOnce() -> String, line: &Line<'_>) {
-        let verdict = self.limit.lock().judge(Instant::now());
+        let (write, left_out) = self.limit.lock().judge(Instant::now());
         let lost = line.lost.min(LOST_AT_MOST);
         self.metrics.guests.log("lost_in_guest", u64::from(lost));
-        self.metrics.guests.log(if verdict.write { "written" } else { "left_out" }, 1);
-        if !verdict.write && verdict.report_left_out.is_none() {
+        self.metrics.guests.log(if write { "written" } else { "left_out" }, 1);
+        if !write && left_out.is_none() {
             return;
         }
         let pod = pod();
-        if let Some(lines) = verdict.report_left_out {
+        if let Some(lines) = left_out {
             tracing::warn!(target: "guest", %sandbox, pod, lines, "the guest logs too much; lines were left out");
         }
-        if !verdict.write {
+        if !write {
             return;
         }
         if lost > 0 {
@@ -130,17 +124,17 @@ mod tests {
         let (mut written, mut said, mut left_out) = (0, 0, 0);
         // A hundred thousand lines in a hundred seconds.
         for n in 0..100_000u64 {
-            let verdict = limit.judge(began + Duration::from_millis(n));
-            written += u32::from(verdict.write);
-            said += u32::from(verdict.report_left_out.is_some());
-            left_out += verdict.report_left_out.unwrap_or(0);
+            let (write, report) = limit.judge(began + Duration::from_millis(n));
+            written += u32::from(write);
+            said += u32::from(report.is_some());
+            left_out += report.unwrap_or(0);
         }
         assert!((1495..=1500).contains(&written), "{written}");
         assert_eq!(said, 10);
         // The rest is reported with the next line, however late.
-        let verdict = limit.judge(began + Duration::from_secs(1000));
-        assert!(verdict.write);
-        assert_eq!(left_out + verdict.report_left_out.unwrap(), 100_000 - u64::from(written));
+        let (write, report) = limit.judge(began + Duration::from_secs(1000));
+        assert!(write);
+        assert_eq!(left_out + report.unwrap(), 100_000 - u64::from(written));
     }
 
     #[test]

@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::base64_bytes;
 use peerpod_proto::relay::{SandboxState, WatchResponse};
 use protobuf::Message;
@@ -21,7 +20,7 @@ const ANSWER_BYTES: usize = 1 << 20;
 /// An answer ends when it has this many sandboxes.
 const ANSWER_SANDBOXES: usize = 4096;
 
-/// The versioned states, without a clock or a task.
+/// The versioned states.
 #[derive(Debug, Default)]
 struct Core {
     version: u64,
@@ -121,31 +120,27 @@ pub(crate) struct StateState {
 #[derive(Debug)]
 pub(crate) struct States {
     epoch: String,
-    core: Mutex<Core>,
-    changed: watch::Sender<u64>,
+    core: watch::Sender<Core>,
 }
 
 impl States {
     /// Starts with no states; `epoch` differs from that of every other relay process.
     pub(crate) fn new(epoch: String) -> States {
-        States { epoch, core: Mutex::default(), changed: watch::Sender::new(0) }
+        States::go_on(epoch, 0)
     }
 
     /// Continues the epoch and version of another process, so that the node sees no difference.
     pub(crate) fn go_on(epoch: String, version: u64) -> States {
-        let states = States::new(epoch);
-        states.core.lock().version = version;
-        states.changed.send_replace(version);
-        states
+        States { epoch, core: watch::Sender::new(Core { version, ..Core::default() }) }
     }
 
     /// Returns the number of changes so far.
     pub(crate) fn version(&self) -> u64 {
-        self.core.lock().version
+        self.core.borrow().version
     }
 
     pub(crate) fn show(&self, id: &SandboxId) -> Option<StateState> {
-        let core = self.core.lock();
+        let core = self.core.borrow();
         let entry = core.entries.get(id)?;
         Some(StateState {
             state: entry.state.write_to_bytes().ok()?,
@@ -158,14 +153,12 @@ impl States {
         for (count, shown) in counters.counts().into_iter().zip(shown.traffic) {
             count.store(shown, Relaxed);
         }
-        let mut core = self.core.lock();
-        core.put(id, pod, counters);
+        self.put(id, pod, counters);
         if let Ok(state) = SandboxState::parse_from_bytes(&shown.state) {
             // The hypervisor proxy, which is restored later, sets the connected shims.
             let away = SandboxState { guest_connected: false, hypervisor_connected: false, ..state };
-            core.change(id, |now| *now = SandboxState { id: id.to_string(), ..away });
+            self.change(id, |now| *now = SandboxState { id: id.to_string(), ..away });
         }
-        self.announce(core);
     }
 
     /// Returns the epoch, which stays the same over handovers and changes on a restart.
@@ -173,58 +166,42 @@ impl States {
         &self.epoch
     }
 
-    fn announce(&self, core: MutexGuard<'_, Core>) {
-        let version = core.version;
-        drop(core);
-        self.changed.send_if_modified(|current| {
-            let newer = *current < version;
-            *current = version.max(*current);
-            newer
-        });
-    }
-
     pub(crate) fn put(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>) {
-        let mut core = self.core.lock();
-        core.put(id, pod, counters);
-        self.announce(core);
+        self.core.send_modify(|core| core.put(id, pod, counters));
     }
 
     /// Removes a sandbox. Nothing is announced, because the node itself requested it.
     pub(crate) fn delete(&self, id: &SandboxId) {
-        self.core.lock().delete(id);
+        self.core.send_if_modified(|core| {
+            core.delete(id);
+            false
+        });
     }
 
     /// Changes a sandbox's state; an unknown sandbox is ignored.
     pub(crate) fn change(&self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) {
-        let mut core = self.core.lock();
-        if core.change(id, change) {
-            self.announce(core);
-        }
+        self.core.send_if_modified(|core| core.change(id, change));
     }
 
     /// Records that the connection that created the sandbox for this pod is open; with `None`, that it is closed.
     pub(crate) fn hypervisor(&self, id: &SandboxId, pod: Option<&str>) {
-        let mut core = self.core.lock();
-        if core.hypervisor(id, pod) {
-            self.announce(core);
-        }
+        self.core.send_if_modified(|core| core.hypervisor(id, pod));
     }
 
     /// Returns a sandbox's pod for log records, as the node put it or its CreateVM named it; else `-`.
     pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
-        self.core.lock().pod(id)
+        self.core.borrow().pod(id)
     }
 
     /// Waits for a version newer than `since`; with another epoch, returns everything at once.
     pub(crate) async fn newer(&self, epoch: &str, since: u64) -> WatchResponse {
         let same = epoch == self.epoch;
         let since = if same { since } else { 0 };
-        let mut changed = self.changed.subscribe();
         if same {
             // Fails only if the sender is gone, and `self` holds it.
-            drop(changed.wait_for(|version| *version > since).await);
+            drop(self.core.subscribe().wait_for(|core| core.version > since).await);
         }
-        let (version, changed) = self.core.lock().since(since);
+        let (version, changed) = self.core.borrow().since(since);
         WatchResponse { epoch: self.epoch.clone(), version, changed, ..Default::default() }
     }
 
