@@ -65,8 +65,8 @@ fn drain(session: &mut Session) -> Vec<u8> {
 fn joined() -> (Session, Session) {
     let mut relay = Session::new(Role::Relay, None, LIMITS());
     let mut guest = Session::new(Role::Guest, Some(SessionId([7; 16])), LIMITS());
-    let hello = guest.hello("fuzz").expect("it has a name");
-    relay.answer(&hello, 1, "fuzz").expect("the versions are ours");
+    let hello = guest.hello().expect("it has a name");
+    relay.answer(&hello, 1).expect("the versions are ours");
     let welcome = drain(&mut relay);
     let (header, payload) = record::split(&mut &welcome[..]).expect("a record").expect("a whole one");
     assert_eq!(header.kind, RecordKind::Welcome);
@@ -108,8 +108,8 @@ pub(crate) fn recorded() -> [Vec<u8>; 2] {
         Line { level: Level::Warn, lost: 3, uptime_ms: 5, target: "kata-agent", text: "a line\u{1b}[0m" };
     guest.line(&line.encode());
     // The guest's earlier bytes are lost with its transport: the new transport carries them again.
-    let hello = guest.hello("fuzz").expect("it has a name");
-    relay.answer(&hello, 2, "fuzz").expect("it is known");
+    let hello = guest.hello().expect("it has a name");
+    relay.answer(&hello, 2).expect("it is known");
     let welcome = drain(&mut relay);
     let (header, payload) = record::split(&mut &welcome[..]).expect("a record").expect("a whole one");
     guest.welcomed(&Welcome::decode(payload).expect("a Welcome")).expect("it fits");

@@ -5,7 +5,7 @@
 //! Code of the relay or the guest comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
 //!
 //! Bounds: a local connection holds at most the stream's window of undelivered bytes, the session at most
-//! [`Limits::replay`] unacknowledged bytes; then reading stops. Without a transport, local sockets are not read.
+//! [`REPLAY`](crate::session::REPLAY) unacknowledged bytes; then reading stops. Without a transport, local sockets are not read.
 
 mod dialled;
 mod freeze;
@@ -147,18 +147,10 @@ pub struct Limits {
     pub silence: Duration,
     /// Time limit for Hello and Welcome on a new transport.
     pub handshake: Duration,
-    /// Guest: time limit for dialling the agent.
-    pub dial: Duration,
     /// Relay: time to wait for the guest's answer to a dialled connection.
     pub call: Duration,
-    /// Guest: time limit for connecting a dialled connection.
-    pub connect: Duration,
     /// Relay: time that an established dialled connection waits for its local socket.
     pub park: Duration,
-    /// Unacknowledged bytes that the session keeps for a replay; above this, local sockets are not read.
-    pub replay: usize,
-    /// Bytes prepared ahead of the transport, and so the most that a control message waits behind.
-    pub ahead: usize,
     /// Most local connections.
     pub connections: usize,
     /// Most dialled connections.
@@ -167,8 +159,6 @@ pub struct Limits {
     pub control_queue: usize,
     /// Longest control message accepted from the peer, in bytes.
     pub control_message: usize,
-    /// Version of this program, sent to the peer.
-    pub version: String,
 }
 
 impl Default for Limits {
@@ -177,17 +167,12 @@ impl Default for Limits {
             heartbeat: Duration::from_secs(2),
             silence: Duration::from_secs(8),
             handshake: Duration::from_secs(5),
-            dial: Duration::from_secs(10),
             call: Duration::from_secs(5),
-            connect: Duration::from_secs(3),
             park: Duration::from_secs(3),
-            replay: 1 << 20,
-            ahead: 128 << 10,
             connections: 1024,
             dialled: 512,
             control_queue: 4 << 20,
             control_message: 1 << 20,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
 }

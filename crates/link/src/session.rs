@@ -6,7 +6,7 @@
 //! Streams share the session. Each has a credit window, so that a stalled reader stops only its own stream. Control
 //! messages go first, then small records, then data, round robin, then log records.
 //!
-//! Bounds, independent of the peer: [`SessionLimits::replay`] plus one record of unacknowledged bytes, the bytes that
+//! Bounds, independent of the peer: [`REPLAY`] plus one record of unacknowledged bytes, the bytes that
 //! the local side may pass per stream, [`SessionLimits::streams`], and [`SessionLimits::control_message`]. A peer that
 //! breaks the rules causes a [`Violation`]: the owner closes the transport and calls [`Session::reset`].
 
@@ -52,13 +52,16 @@ const URGENT_MOST: usize = 512;
 /// Longest payload that this program sends. With its header it fills one TLS record, and needs no other to be used.
 pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
 
+/// Unacknowledged bytes that a session keeps for a replay; above this, streams have no room. At least twice the bytes
+/// before an acknowledgement.
+pub const REPLAY: usize = 1 << 20;
+
+/// Most bytes ready for the transport that it has not taken, and so the most that a control message waits behind.
+const AHEAD: usize = 128 << 10;
+
 /// Limits of one session.
 #[derive(Clone, Copy, Debug)]
 pub struct SessionLimits {
-    /// Unacknowledged bytes kept; above this, streams have no room. At least twice the bytes before an acknowledgement.
-    pub replay: usize,
-    /// Most bytes ready for the transport that it has not taken.
-    pub ahead: usize,
     /// Most streams, ending ones included.
     pub streams: usize,
     /// Longest control message accepted from the peer, in bytes.
@@ -67,7 +70,7 @@ pub struct SessionLimits {
 
 impl Default for SessionLimits {
     fn default() -> Self {
-        SessionLimits { replay: 1 << 20, ahead: 128 << 10, streams: 1024, control_message: 1 << 20 }
+        SessionLimits { streams: 1024, control_message: 1 << 20 }
     }
 }
 
@@ -211,7 +214,7 @@ impl Session {
         let (next_own, next_peer) = if role == Role::Relay { (1, 2) } else { (2, 1) };
         Session {
             role,
-            limits: SessionLimits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
+            limits,
             id,
             epoch: 0,
             version: 0,
@@ -290,9 +293,9 @@ impl Session {
 
     /// Returns the number of bytes that the log takes. The last record may exceed the room, so that none is tiny.
     fn log_room(&self) -> usize {
-        let ahead = self.limits.ahead.saturating_sub(self.log.unsent());
-        let replay = self.limits.replay.saturating_sub(self.log.len());
-        if self.has_room() { ahead.min(replay).max(CHUNK) } else { 0 }
+        let ahead = AHEAD.saturating_sub(self.log.unsent());
+        let replay = REPLAY.saturating_sub(self.log.len());
+        if self.log.fits() { ahead.min(replay).max(CHUNK) } else { 0 }
     }
 
     /// Sends bytes on a stream. Takes all of them, also beyond [`Session::room`] (a rewritten message is longer than
@@ -303,7 +306,7 @@ impl Session {
         let straight = self.is_idle();
         let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.may_send()) else { return };
         if straight && stream.waiting() == 0 {
-            while !data.is_empty() && stream.kept.credit > 0 && self.log.fits(&self.limits) {
+            while !data.is_empty() && stream.kept.credit > 0 && self.log.fits() {
                 let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.kept.credit as usize));
                 stream.kept.credit -= part.len() as u32; // part is not longer than the credit
                 let header = RecordHeader::of_stream(RecordKind::Data, id);
@@ -385,16 +388,12 @@ impl Session {
 
     /// Turns waiting data into records, as far as there is room. Call it before [`Session::output`].
     pub fn schedule(&mut self) {
-        while self.has_room() {
+        while self.log.fits() {
             if !(self.schedule_control() || self.schedule_signal() || self.schedule_stream()) {
                 break;
             }
         }
         self.urgent.schedule(&mut self.inbound);
-    }
-
-    fn has_room(&self) -> bool {
-        self.log.fits(&self.limits)
     }
 
     /// Whether no data but log records waits.
@@ -496,8 +495,8 @@ impl Session {
 }
 
 impl Log {
-    fn fits(&self, limits: &SessionLimits) -> bool {
-        self.unsent() < limits.ahead && self.len() < limits.replay
+    fn fits(&self) -> bool {
+        self.unsent() < AHEAD && self.len() < REPLAY
     }
 }
 

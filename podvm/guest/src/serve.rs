@@ -230,11 +230,7 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     let notice = Arc::new(Notices { agent: parts.agent.clone(), control: control.clone() });
     let podns = settings.podns.display().to_string();
     let (handler, links, controls) = GuestHandler::new(parts.agent.clone(), notice, podns, ring.clone());
-    let limits = Limits {
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        control_message: assignment::MAX_LEN as usize,
-        ..Limits::default()
-    };
+    let limits = Limits { control_message: assignment::MAX_LEN as usize, ..Limits::default() };
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), controls));

@@ -96,6 +96,8 @@ impl Drop for Connected {
     }
 }
 
+/// Guest: time limit for connecting a dialled connection.
+const CONNECT: Duration = Duration::from_secs(3);
 /// Time to linger of a socket that is reset when it is closed.
 const RESET: Option<Duration> = Some(Duration::ZERO);
 
@@ -203,7 +205,7 @@ impl Dialled {
         if self.conns.len() >= limits.dialled {
             return session.close(stream, CloseReason::Refused);
         }
-        self.add(stream, State::Dialling(dial(), Instant::now() + limits.connect));
+        self.add(stream, State::Dialling(dial(), Instant::now() + CONNECT));
     }
 
     /// Relay: handles the guest's report that it has connected.

@@ -119,12 +119,7 @@ impl Scratch {
 }
 
 pub(super) fn bounds(limits: &Limits) -> SessionLimits {
-    SessionLimits {
-        replay: limits.replay,
-        ahead: limits.ahead,
-        streams: limits.connections + limits.dialled,
-        control_message: limits.control_message,
-    }
+    SessionLimits { streams: limits.connections + limits.dialled, control_message: limits.control_message }
 }
 
 impl<H: Handler> Task<H> {
@@ -282,7 +277,7 @@ impl<H: Handler> Task<H> {
         let mut hello = None;
         if self.role == Role::Guest {
             self.down("replaced by a newer connection");
-            hello = self.session.hello(&self.limits.version);
+            hello = self.session.hello();
         }
         let deadline = Instant::now() + self.limits.handshake;
         match Joining::new(transport, hello.as_ref(), deadline) {

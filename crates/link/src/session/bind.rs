@@ -7,6 +7,9 @@
 use super::{Session, Violation};
 use crate::record::{Hello, OLDEST, RecordKind, VERSION, Welcome, plain};
 
+/// Version of this program, for display at the peer.
+const PROGRAM: &str = env!("CARGO_PKG_VERSION");
+
 /// Result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
@@ -18,19 +21,19 @@ pub struct Joined {
 
 impl Session {
     /// Guest: returns the first record for a new transport. `None` for a session without an id.
-    pub fn hello(&self, program: &str) -> Option<Hello> {
+    pub fn hello(&self) -> Option<Hello> {
         Some(Hello {
             versions: (OLDEST, VERSION),
             session: self.id?,
             epoch: self.epoch,
             recv: self.inbound.recv,
-            program: program.to_owned(),
+            program: PROGRAM.to_owned(),
         })
     }
 
     /// Relay: processes a guest's Hello. The Welcome precedes all other records. A new session takes the random
     /// `epoch`.
-    pub fn answer(&mut self, hello: &Hello, epoch: u64, program: &str) -> Result<Joined, Violation> {
+    pub fn answer(&mut self, hello: &Hello, epoch: u64) -> Result<Joined, Violation> {
         let (oldest, newest) = hello.versions;
         let version = newest.min(VERSION);
         if version < oldest.max(OLDEST) {
@@ -54,7 +57,7 @@ impl Session {
             resumed,
             epoch: self.epoch,
             recv: self.inbound.recv,
-            program: program.to_owned(),
+            program: PROGRAM.to_owned(),
         };
         self.urgent.bytes = plain(RecordKind::Welcome, &welcome.encode())?;
         Ok(Joined { resumed, lost })

@@ -1,7 +1,7 @@
 //! Sends records of the guest's log. They are numbered and replayed like all others, but go last: only while no other
 //! data waits, a few at a time, and with few enough unacknowledged ones to leave the streams their room.
 
-use super::Session;
+use super::{REPLAY, Session};
 use crate::record::{RecordHeader, RecordKind};
 
 /// Most unacknowledged bytes of log records; above this, they wait at their source.
@@ -31,7 +31,7 @@ impl Session {
         if self.log.acked() >= self.lines.last {
             (self.lines.under_way, self.lines.asked) = (0, false);
         }
-        let room = self.log.unsent() < MOST_AHEAD && self.log.len() < self.limits.replay / 2;
+        let room = self.log.unsent() < MOST_AHEAD && self.log.len() < REPLAY / 2;
         let few = self.lines.under_way < MOST_UNDER_WAY;
         if !few && !self.lines.asked && self.log.unsent() == 0 {
             // The Pong acknowledges them; otherwise the acknowledgement would wait for the next heartbeat.

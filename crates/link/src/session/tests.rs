@@ -78,13 +78,13 @@ impl Pair {
     /// receives Welcome.
     fn link(&mut self, cut: u8) {
         self.cut();
-        let hello = self.ends[1].session.hello("test").unwrap();
+        let hello = self.ends[1].session.hello().unwrap();
         let hello = Hello::decode(&hello.encode()).unwrap();
         if cut == 1 {
             return;
         }
         self.epochs += 1;
-        let joined = self.ends[0].session.answer(&hello, self.epochs, "test").unwrap();
+        let joined = self.ends[0].session.answer(&hello, self.epochs).unwrap();
         assert!(!joined.lost);
         self.linked = true;
         if cut == 2 {
@@ -289,7 +289,7 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
         _ => drop(pair.deliver(side, size as usize)),
     }
     for end in &pair.ends {
-        let bound = end.session.limits.replay + CHUNK + HEADER_LEN;
+        let bound = REPLAY + CHUNK + HEADER_LEN;
         assert!(end.session.log.len() <= bound, "{} kept", end.session.log.len());
         assert!(end.session.urgent.bytes.len() <= 2 * URGENT_MOST);
         assert!(end.session.lines.under_way <= (64 << 10) + MAX_TEXT + 100);
@@ -375,7 +375,7 @@ fn an_invalid_state_is_refused() {
 fn opened() -> Session {
     let mut session = Session::new(Role::Relay, None, SessionLimits::default());
     let hello = Hello { versions: (1, 9), session: GUEST, epoch: 0, recv: 0, program: String::new() };
-    session.answer(&hello, 5, "").unwrap();
+    session.answer(&hello, 5).unwrap();
     assert_eq!(session.open(StreamKind::Agent), Some(1));
     drain(&mut session);
     session
@@ -430,7 +430,7 @@ fn every_violation_has_its_error() {
     assert!(matches!(after(&[0xff; 28]), Violation::Record(BadRecord::Length(_))));
     let version = Hello { versions: (4, 5), session: GUEST, epoch: 0, recv: 0, program: String::new() };
     let mut fresh = Session::new(Role::Relay, None, SessionLimits::default());
-    assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(4, 5));
+    assert_eq!(fresh.answer(&version, 1).unwrap_err(), Violation::Version(4, 5));
 }
 
 #[test]
@@ -552,7 +552,7 @@ fn control_goes_before_data_that_waits() {
         }
         before += HEADER_LEN + header.length as usize;
     }
-    assert!(before <= session.limits.ahead + CHUNK + HEADER_LEN, "{before} bytes stood before it");
+    assert!(before <= AHEAD + CHUNK + HEADER_LEN, "{before} bytes stood before it");
 }
 
 #[test]
@@ -565,8 +565,8 @@ fn a_relay_without_the_session_starts_a_new_one() {
     assert_eq!(epoch, 1);
 
     let mut relay = Session::new(Role::Relay, None, SessionLimits::default());
-    let hello = pair.ends[1].session.hello("").unwrap();
-    let joined = relay.answer(&hello, 9, "").unwrap();
+    let hello = pair.ends[1].session.hello().unwrap();
+    let joined = relay.answer(&hello, 9).unwrap();
     assert_eq!(joined, Joined { resumed: false, lost: false }, "the relay had nothing to lose");
     let welcome = record::Welcome { version: 1, resumed: false, epoch: 9, recv: 0, program: String::new() };
     let joined = pair.ends[1].session.welcomed(&welcome).unwrap();
@@ -579,7 +579,7 @@ fn a_new_guest_program_gets_nothing_of_the_previous_one() {
     let mut session = opened();
     let other =
         Hello { versions: (1, 1), session: SessionId([8; 16]), epoch: 0, recv: 0, program: String::new() };
-    let joined = session.answer(&other, 6, "").unwrap();
+    let joined = session.answer(&other, 6).unwrap();
     assert_eq!(joined, Joined { resumed: false, lost: true });
     assert_eq!((session.room(1), session.unacknowledged(), session.id()), (0, 0, Some(other.session)));
 }
@@ -645,6 +645,6 @@ fn an_older_peer_is_sent_no_lines_and_a_relay_sends_none() {
 
     let mut relay = Session::new(Role::Relay, None, SessionLimits::default());
     let hello = Hello { versions: (1, 2), session: GUEST, epoch: 0, recv: 0, program: String::new() };
-    relay.answer(&hello, 5, "").unwrap();
+    relay.answer(&hello, 5).unwrap();
     assert!(matches!(feed(&mut relay, &record(1)), Err(Violation::Misplaced(RecordKind::Line))));
 }

@@ -40,7 +40,7 @@ impl<H: Handler> Task<H> {
     fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
         let epoch = u64::from_be_bytes(random()) | 1; // never 0
         // An unsupported version must not cost the working link.
-        match self.session.answer(hello, epoch, &self.limits.version) {
+        match self.session.answer(hello, epoch) {
             Ok(joined) => self.up(transport, rest, joined, hello.program.clone()),
             Err(why) => self.refuse(why.to_string()),
         }

@@ -3,7 +3,7 @@
 use std::io::IoSliceMut;
 use std::task::{Context, Poll};
 
-use tokio::time::Instant;
+use tokio::time::{Duration, Instant};
 use tracing::debug;
 
 use super::{LINGER, LOOK, Scratch, Task};
@@ -19,6 +19,9 @@ const STRAIGHT: usize = 2 << 10;
 
 /// A read of this size indicates that more bytes follow.
 const BULK: usize = 64 << 10;
+
+/// Guest: time limit for dialling the agent.
+const DIAL: Duration = Duration::from_secs(10);
 
 /// Most pieces of one read in place; `READ` needs one fewer.
 const IN_PLACE: usize = READ.div_ceil(CHUNK) + 1;
@@ -131,7 +134,7 @@ impl<H: Handler> Task<H> {
             return self.session.close(stream, CloseReason::Refused);
         }
         let (filter, dial) = (self.handler.filter(), self.handler.dial());
-        let deadline = Instant::now() + self.limits.dial;
+        let deadline = Instant::now() + DIAL;
         let at = self.locals.insert(Local::dialling(dial, deadline, filter, stream));
         self.locals.by_stream.insert(stream, at);
     }
