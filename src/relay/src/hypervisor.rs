@@ -31,7 +31,7 @@ use tokio::task::JoinSet;
 pub(crate) use self::call::code;
 use self::call::{Incoming, Kind};
 use self::conn::{Conn, ConnState, Peer};
-use self::queue::{Caller, ConnId, Limits, Output, Queue, QueueState};
+use self::queue::{Caller, ConnId, Output, Queue, QueueState};
 use crate::id::SandboxId;
 use crate::inbox::Inbox;
 use crate::metrics::Metrics;
@@ -94,7 +94,7 @@ impl Restored {
             return Err("the numbers of hypervisor API sockets and connections differ".to_owned());
         }
         let now = Instant::now();
-        let mut queue = Queue::new(Limits::default(), now);
+        let mut queue = Queue::new(now);
         queue.restore(state.queue, now)?;
         let mut conns = Vec::new();
         for ((id, conn), socket) in state.conns.into_iter().zip(sockets) {
@@ -180,7 +180,7 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
     let accept = Accept { orders, events: events.clone(), metrics: parts.metrics.clone() };
     tasks.spawn(accept.run(parts.listener, open));
     let now = Instant::now();
-    let mut queue = queue.unwrap_or_else(|| Queue::new(Limits::default(), now));
+    let mut queue = queue.unwrap_or_else(|| Queue::new(now));
     queue.continue_kept(parts.inbox.kept(), now);
     let mut hypervisor = HypervisorProxy {
         queue,

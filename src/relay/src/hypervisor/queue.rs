@@ -50,38 +50,20 @@ pub(crate) enum Output {
     Reconnect(&'static str),
 }
 
-#[derive(Debug, Clone)]
-pub(crate) struct Limits {
-    /// Waiting and running calls, over all connections.
-    pub(crate) calls: usize,
-    pub(crate) calls_per_connection: usize,
-    pub(crate) calls_per_sandbox: usize,
-    /// Bytes of requests that are kept for sending again.
-    pub(crate) bytes: usize,
-    /// Time limit of the node's answer to a StopVM before it goes to the inbox.
-    pub(crate) stop_grace: Duration,
-    /// Time limit of the inbox write before the stop is kept without the disk.
-    pub(crate) write_grace: Duration,
-    /// Silence of a node that owes answers before a liveness check.
-    pub(crate) probe_after: Duration,
-    /// Time limit of the answer to that check.
-    pub(crate) hang: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
-            calls: 8192,
-            calls_per_connection: 256,
-            calls_per_sandbox: 64,
-            bytes: 64 << 20,
-            stop_grace: Duration::from_millis(400),
-            write_grace: Duration::from_millis(300),
-            probe_after: Duration::from_secs(5),
-            hang: Duration::from_secs(10),
-        }
-    }
-}
+/// Limit of waiting and running calls, over all connections.
+const CALLS: usize = 8192;
+const CALLS_PER_CONNECTION: usize = 256;
+const CALLS_PER_SANDBOX: usize = 64;
+/// Limit of the bytes of requests that are kept for sending again.
+const BYTES: usize = 64 << 20;
+/// Time limit of the node's answer to a StopVM before it goes to the inbox.
+const STOP_GRACE: Duration = Duration::from_millis(400);
+/// Time limit of the inbox write before the stop is kept without the disk.
+const WRITE_GRACE: Duration = Duration::from_millis(300);
+/// Silence of a node that owes answers before a liveness check.
+const PROBE_AFTER: Duration = Duration::from_secs(5);
+/// Time limit of the answer to that check.
+const HANG: Duration = Duration::from_secs(10);
 
 type CallId = u64;
 
@@ -169,7 +151,7 @@ impl Calls {
         ids.filter_map(|id| Some((*id, self.all.get(id)?)))
     }
 
-    fn full(&self, limits: &Limits, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
+    fn full(&self, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
         let of_connection = match caller {
             Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
             Caller::Internal(_) => 0,
@@ -179,18 +161,18 @@ impl Calls {
         };
         // A refused stop would leak a VM: stops have places of their own.
         let stop = matches!(kind, Kind::Stop(_));
-        if of_connection >= limits.calls_per_connection * if stop { 2 } else { 1 } {
+        if of_connection >= CALLS_PER_CONNECTION * if stop { 2 } else { 1 } {
             return wait(of_connection, "connection");
         }
         if stop {
             return None;
         }
         let of_sandbox = kind.id().and_then(|id| self.by_sandbox.get(id)).map_or(0, VecDeque::len);
-        if of_sandbox >= limits.calls_per_sandbox {
+        if of_sandbox >= CALLS_PER_SANDBOX {
             return wait(of_sandbox, "sandbox");
         }
         let (calls, bytes) = (self.all.len(), self.bytes);
-        (calls >= limits.calls || bytes + size > limits.bytes).then(|| {
+        (calls >= CALLS || bytes + size > BYTES).then(|| {
             format!(
                 "{calls} calls of {bytes} bytes wait for peerpod-node, which is the limit; check that it runs"
             )
@@ -239,7 +221,6 @@ impl Inbox {
 /// The queue. Each method may produce outputs, which [`Queue::take`] returns.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    limits: Limits,
     calls: Calls,
     node: Node,
     inbox: Inbox,
@@ -248,9 +229,8 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    pub(crate) fn new(limits: Limits, now: Instant) -> Queue {
+    pub(crate) fn new(now: Instant) -> Queue {
         Queue {
-            limits,
             calls: Calls::default(),
             node: Node {
                 state: NodeState::Away,
@@ -297,7 +277,7 @@ impl Queue {
             self.answer_to(Some(caller), call::status(code::UNAVAILABLE, "peerpod-node is away"));
             return;
         }
-        if let Some(full) = self.calls.full(&self.limits, &caller, &kind, request.payload.len()) {
+        if let Some(full) = self.calls.full(&caller, &kind, request.payload.len()) {
             self.answer_to(Some(caller), call::status(code::RESOURCE_EXHAUSTED, &full));
             return;
         }
@@ -308,7 +288,7 @@ impl Queue {
                 self.fall_back(call, now);
                 return;
             }
-            self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
+            self.timers.insert((now + STOP_GRACE, Timer::StopGrace(call)));
         }
         self.send_if_due(call, now);
     }
@@ -374,7 +354,7 @@ impl Queue {
         self.node.sent.insert(stream, id);
         if !self.node.probing {
             self.node.probing = true;
-            self.timers.insert((now + self.limits.probe_after, Timer::Probe));
+            self.timers.insert((now + PROBE_AFTER, Timer::Probe));
         }
     }
 

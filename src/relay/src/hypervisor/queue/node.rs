@@ -6,7 +6,7 @@ use bytes::Bytes;
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
-use super::{Caller, NodeState, Output, Queue, Timer};
+use super::{Caller, NodeState, Output, PROBE_AFTER, Queue, Timer};
 use crate::hypervisor::call::{self, Kind, code};
 
 impl Queue {
@@ -90,10 +90,10 @@ impl Queue {
             self.node.probing = false;
             return;
         }
-        let silent_until = self.node.last_received + self.limits.probe_after;
+        let silent_until = self.node.last_received + PROBE_AFTER;
         if silent_until <= now {
             self.read_inbox(now);
         }
-        self.timers.insert((silent_until.max(now + self.limits.probe_after), Timer::Probe));
+        self.timers.insert((silent_until.max(now + PROBE_AFTER), Timer::Probe));
     }
 }

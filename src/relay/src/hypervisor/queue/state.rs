@@ -8,7 +8,7 @@ use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
-use super::{Caller, ConnId, Queue, Timer};
+use super::{CALLS, Caller, ConnId, Queue, Timer};
 use crate::hypervisor::call::Kind;
 use crate::id::SandboxId;
 
@@ -55,7 +55,7 @@ impl Queue {
 
     /// Restores another process's calls; must be called before any other method.
     pub(crate) fn restore(&mut self, state: QueueState, now: Instant) -> Result<(), String> {
-        if state.calls.len() > 2 * self.limits.calls {
+        if state.calls.len() > 2 * CALLS {
             return Err(format!("{} calls are more than the limit", state.calls.len()));
         }
         for id in state.unread {

@@ -6,7 +6,7 @@ use peerpod_proto::hypervisor::StopVMRequest;
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
-use super::{Call, CallId, NodeState, Output, Queue, Timer};
+use super::{Call, CallId, HANG, NodeState, Output, Queue, Timer, WRITE_GRACE};
 use crate::hypervisor::call::{self, Kind, code};
 use crate::id::SandboxId;
 
@@ -35,7 +35,7 @@ impl Queue {
             return;
         }
         call.in_inbox = true;
-        self.timers.insert((now + self.limits.write_grace, Timer::StopGrace(stop)));
+        self.timers.insert((now + WRITE_GRACE, Timer::StopGrace(stop)));
         self.cancel_before(&id, stop, true);
         if self.inbox.writing.insert(id.clone()) {
             self.outputs.push_back(Output::WriteInbox(id));
@@ -80,7 +80,7 @@ impl Queue {
         match self.calls.all.get_mut(&stop) {
             Some(call) if call.caller.is_none() && self.inbox.kept.contains(id) => {
                 call.in_inbox = false;
-                self.timers.insert((now + self.limits.hang, Timer::StopGrace(stop)));
+                self.timers.insert((now + HANG, Timer::StopGrace(stop)));
             }
             _ => self.finish(stop, call::status(code::INTERNAL, why)),
         }
@@ -134,7 +134,7 @@ impl Queue {
         };
         if let Some(stream) = self.send(&request) {
             self.inbox.reading = Some((stream, self.inbox.writes));
-            self.timers.insert((now + self.limits.hang, Timer::Hang));
+            self.timers.insert((now + HANG, Timer::Hang));
         }
     }
 

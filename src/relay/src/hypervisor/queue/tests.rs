@@ -18,7 +18,7 @@ fn id(text: &str) -> SandboxId {
 impl World {
     fn new() -> World {
         let now = Instant::now();
-        World { queue: Queue::new(Limits::default(), now), now, stream: 1 }
+        World { queue: Queue::new(now), now, stream: 1 }
     }
 
     fn ready() -> World {
@@ -113,7 +113,7 @@ impl World {
     /// Hands the queue over to another process.
     fn pass_on(&mut self) {
         let text = serde_json::to_string(&self.queue.state(self.now)).unwrap();
-        self.queue = Queue::new(Limits::default(), self.now);
+        self.queue = Queue::new(self.now);
         self.queue.restore(serde_json::from_str(&text).unwrap(), self.now).unwrap();
     }
 }
@@ -405,16 +405,15 @@ fn a_deadline_counts_the_time_in_the_queue() {
 #[test]
 fn bounds_are_kept_and_never_refuse_a_stop() {
     let mut world = World::new();
-    let limits = Limits::default();
-    for _ in 0..limits.calls_per_sandbox {
+    for _ in 0..CALLS_PER_SANDBOX {
         world.call(1, Kind::Create(id("a")));
     }
     let over = world.call(1, Kind::Create(id("a")));
     assert_eq!(world.answers(), [(over, code::RESOURCE_EXHAUSTED)]);
-    for n in 0..limits.calls_per_connection {
+    for n in 0..CALLS_PER_CONNECTION {
         world.call(1, Kind::Create(id(&format!("n{n}"))));
     }
-    assert_eq!(world.answers().len(), limits.calls_per_sandbox, "bounded per connection");
+    assert_eq!(world.answers().len(), CALLS_PER_SANDBOX, "bounded per connection");
     for connection in [1, 2] {
         let sandbox = id(&format!("a{connection}"));
         world.call(connection, Kind::Stop(sandbox.clone()));
@@ -422,10 +421,10 @@ fn bounds_are_kept_and_never_refuse_a_stop() {
     }
     world.queue.connection_closed(1, world.now);
     assert_eq!(world.queue.len(), 2, "the stops stay");
-    for n in 0..3 * limits.calls_per_connection {
+    for n in 0..3 * CALLS_PER_CONNECTION {
         world.call(3, Kind::Stop(id(&format!("n{n}"))));
     }
-    assert_eq!(world.queue.len(), 2 + 2 * limits.calls_per_connection, "stops are bounded, too");
+    assert_eq!(world.queue.len(), 2 + 2 * CALLS_PER_CONNECTION, "stops are bounded, too");
 }
 
 #[test]
