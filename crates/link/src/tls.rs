@@ -11,6 +11,7 @@
 //! This module does not check the expiry of a CA, because webpki uses only the key and name of an anchor. The node
 //! never issues a leaf that outlives its CA, and the dates of a leaf are checked.
 
+use std::fmt::Display;
 use std::sync::{Arc, LazyLock};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -27,27 +28,15 @@ pub const SERVER_NAME: &str = "node.peerpod.internal";
 /// ALPN name of the protocol inside TLS; an incompatible successor would be `peerpod/2`.
 pub const ALPN: &[u8] = b"peerpod/1";
 
-/// Error of building a TLS configuration. Handshake failures are `rustls::Error`s instead.
+/// Error of building a TLS configuration, as text. Handshake failures are `rustls::Error`s instead.
 #[derive(Debug, thiserror::Error)]
-pub enum TlsError {
-    /// A client without a pin could verify no server.
-    #[error("tls client: no CA fingerprint is pinned; user-data must carry node.ca_sha256")]
-    NoPin,
-    /// A server without CAs could verify no guest.
-    #[error("tls server: no trusted CA was given; guests could not be verified")]
-    NoTrustedCa,
-    /// Guests know only the fingerprint of the CA, so the server must send the CA itself.
-    #[error("tls server: the chain has {0} certificate(s); guests need the leaf and the CA that issued it")]
-    ShortChain(usize),
-    /// A trusted CA, at this position from 0, cannot serve as a trust anchor.
-    #[error("trusted CA number {0}: {1}")]
-    BadCa(usize, rustls::Error),
-    /// rustls refused the client verifier.
-    #[error("tls server: client verifier: {0}")]
-    Verifier(#[from] rustls::server::VerifierBuilderError),
-    /// The certificate and the key do not match, or are of an unsupported kind.
-    #[error("{0}: certificate or key: {1}")]
-    Identity(&'static str, rustls::Error),
+#[error("{0}")]
+pub struct TlsError(String);
+
+impl TlsError {
+    fn of(what: impl Display) -> impl Fn(rustls::Error) -> TlsError {
+        move |why| TlsError(format!("{what}: {why}"))
+    }
 }
 
 /// Crypto provider of both ends. AES-128 comes first, as the fastest suite. 256-bit keys add nothing to P-256.
@@ -85,22 +74,26 @@ pub fn server_config(
     trusted_cas: &[CertificateDer<'static>],
 ) -> Result<Arc<rustls::ServerConfig>, TlsError> {
     if chain.len() < 2 {
-        return Err(TlsError::ShortChain(chain.len()));
+        let certificates = chain.len();
+        return Err(TlsError(format!(
+            "tls server: the chain has {certificates} certificate(s); guests need the leaf and the CA that issued it"
+        )));
     }
     if trusted_cas.is_empty() {
-        return Err(TlsError::NoTrustedCa);
+        return Err(TlsError("tls server: no trusted CA was given; guests could not be verified".to_owned()));
     }
     let mut roots = RootCertStore::empty();
     for (index, ca) in trusted_cas.iter().enumerate() {
-        roots.add(ca.clone()).map_err(|source| TlsError::BadCa(index, source))?;
+        roots.add(ca.clone()).map_err(TlsError::of(format_args!("trusted CA number {index}")))?;
     }
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), PROVIDER.clone())
         .allow_unauthenticated()
-        .build()?;
-    let failed = |source| TlsError::Identity("tls server", source);
+        .build()
+        .map_err(|why| TlsError(format!("tls server: client verifier: {why}")))?;
+    let failed = TlsError::of("tls server: certificate or key");
     let mut config = rustls::ServerConfig::builder_with_provider(PROVIDER.clone())
         .with_protocol_versions(VERSIONS)
-        .map_err(failed)?
+        .map_err(&failed)?
         .with_client_cert_verifier(verifier)
         .with_single_cert(chain, key)
         .map_err(failed)?;
@@ -118,12 +111,13 @@ pub fn client_config(
     identity: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
 ) -> Result<Arc<rustls::ClientConfig>, TlsError> {
     if ca_sha256.is_empty() {
-        return Err(TlsError::NoPin);
+        let why = "tls client: no CA fingerprint is pinned; user-data must carry node.ca_sha256";
+        return Err(TlsError(why.to_owned()));
     }
-    let failed = |source| TlsError::Identity("tls client", source);
+    let failed = TlsError::of("tls client: certificate or key");
     let builder = rustls::ClientConfig::builder_with_provider(PROVIDER.clone())
         .with_protocol_versions(VERSIONS)
-        .map_err(failed)?
+        .map_err(&failed)?
         .dangerous() // no weaker: the usual verifier, with the pinned CA as its only root
         .with_custom_certificate_verifier(Arc::new(PinnedCa { pins: ca_sha256.to_vec() }));
     let mut config = match identity {
@@ -413,22 +407,20 @@ mod tests {
     #[test]
     fn settings_that_cannot_work_are_refused() {
         let ca = Ca::new("node");
-        assert!(matches!(client_config(&[], None), Err(TlsError::NoPin)));
+        let refused = |config: Result<Arc<ServerConfig>, TlsError>, why: &str| {
+            let error = config.unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        };
+        let no_pin = client_config(&[], None).unwrap_err().to_string();
+        assert!(no_pin.contains("no CA fingerprint is pinned"), "{no_pin}");
         let (chain, key) = ca.server();
-        assert!(matches!(
-            server_config(chain[..1].to_vec(), key.clone_key(), std::slice::from_ref(&ca.der)),
-            Err(TlsError::ShortChain(1))
-        ));
-        assert!(matches!(server_config(chain.clone(), key.clone_key(), &[]), Err(TlsError::NoTrustedCa)));
+        let own_ca = std::slice::from_ref(&ca.der);
+        let short = server_config(chain[..1].to_vec(), key.clone_key(), own_ca);
+        refused(short, "the chain has 1 certificate(s)");
+        refused(server_config(chain.clone(), key.clone_key(), &[]), "no trusted CA was given");
         let junk = CertificateDer::from(vec![1, 2, 3]);
-        assert!(matches!(
-            server_config(chain.clone(), key, &[ca.der.clone(), junk]),
-            Err(TlsError::BadCa(1, _))
-        ));
+        refused(server_config(chain.clone(), key, &[ca.der.clone(), junk]), "trusted CA number 1: ");
         let (_, other_key) = ca.server();
-        assert!(matches!(
-            server_config(chain, other_key, std::slice::from_ref(&ca.der)),
-            Err(TlsError::Identity("tls server", _))
-        ));
+        refused(server_config(chain, other_key, own_ca), "tls server: certificate or key: ");
     }
 }
