@@ -41,11 +41,11 @@ mod output;
 /// Interval between connects to the socket while the kata-agent starts. A refused connect costs microseconds, and the
 /// first accepted one is the only proof that the kata-agent listens (the file alone is not).
 const POLL: Duration = Duration::from_millis(5);
-/// Pause before a start after a death; doubled each time up to the maximum.
-const PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Pause before a start after a death, also of `serve`; doubled each time up to the maximum.
+pub(crate) const PAUSE: Duration = Duration::from_millis(100);
+pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Uptime after which a death does not count as a failed start.
-const STABLE: Duration = Duration::from_secs(10);
+pub(crate) const STABLE: Duration = Duration::from_secs(10);
 /// Time limit of SetPolicy. The kata-agent compiles the policy meanwhile; a shim waits 300 s for it.
 const POLICY_LIMIT: Duration = Duration::from_secs(30);
 /// Size limit of the record of the policy in bytes.

@@ -22,6 +22,7 @@ use nix::unistd::Pid;
 use peerpod_common::backoff::Backoff;
 use peerpod_podnet::netlink::Client;
 
+use crate::agent::{LONGEST_PAUSE, PAUSE, STABLE};
 use crate::config::Settings;
 use crate::status::{self, Past};
 use crate::{entropy, files, power};
@@ -41,11 +42,6 @@ use modules::Modules;
 use uevents::Uevents;
 use watchdog::{MEAL, Pulse, Verdict, Watchdog};
 
-/// Pause before `serve` is started again; doubled with each quick death.
-const PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Uptime after which a death does not count as a failed start.
-const STABLE: Duration = Duration::from_secs(10);
 /// Time that `serve` may take to end after the request.
 const GRACE: Duration = Duration::from_secs(2);
 /// List of modules that no device announces and the kernel does not request, made by the builder of the VM image.
@@ -259,7 +255,10 @@ impl Supervisor {
         self.stop()?;
         match self.machine.take() {
             Some(machine) => shutdown::finish(machine.watchdog),
-            None => flush(),
+            // The mounts of the pod alone: the machine belongs to the host.
+            None => {
+                shutdown::flush(power::flush, &mut None);
+            }
         }
         power::off();
         Ok(ExitCode::SUCCESS)
@@ -368,18 +367,6 @@ impl Supervisor {
             self.signals_and_children()?;
         }
         Ok(())
-    }
-}
-
-/// Flushes the mounts of the pod alone, in a machine that belongs to the host.
-fn flush() {
-    match power::within(power::LAST_FLUSH, power::flush) {
-        Some(problems) => {
-            for problem in problems {
-                tracing::error!(problem, "the last flush is not complete");
-            }
-        }
-        None => tracing::error!("the last flush takes too long"),
     }
 }
 

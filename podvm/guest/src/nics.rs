@@ -202,7 +202,7 @@ impl NicManager {
         let (fixed, rest) = std::mem::take(&mut line.fixed).into_iter().partition(is_its);
         line.fixed = rest;
         for fixed in fixed as Vec<Static> {
-            self.shared.give(nic, rank, Wanted::of_line(fixed)).await;
+            self.shared.give(nic, rank, fixed.wanted).await;
         }
     }
 

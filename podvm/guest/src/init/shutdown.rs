@@ -30,26 +30,31 @@ pub(super) fn finish(mut watchdog: Option<Watchdog>) {
             break; // ESRCH: no process is left
         }
     }
+    let work = || [power::flush(), unmount()].concat();
+    if flush(work, &mut watchdog) {
+        tracing::info!("all disks are synced and unmounted");
+    }
+}
+
+/// Runs the last flush within its time limit, and logs its failures. Returns whether it ended in time.
+pub(super) fn flush(
+    work: impl FnOnce() -> Vec<String> + Send + 'static,
+    watchdog: &mut Option<Watchdog>,
+) -> bool {
     let deadline = Instant::now() + power::LAST_FLUSH;
     let (done, waiting) = std::sync::mpsc::channel();
-    let work = move || {
-        let mut problems = power::flush();
-        problems.extend(unmount());
-        drop(done.send(problems)); // the receiver may be gone
-    };
-    if std::thread::Builder::new().name("last".into()).spawn(work).is_err() {
-        return;
-    }
-    while Instant::now() < deadline {
+    // The receiver may be gone when the work is done.
+    let begun = std::thread::Builder::new().name("last".into()).spawn(move || drop(done.send(work())));
+    while begun.is_ok() && Instant::now() < deadline {
         watchdog.iter_mut().for_each(Watchdog::feed);
         let Ok(problems) = waiting.recv_timeout(Duration::from_secs(1)) else { continue };
         for problem in problems {
             tracing::error!(problem, "the last flush is not complete");
         }
-        tracing::info!("all disks are synced and unmounted");
-        return;
+        return true;
     }
     tracing::error!("the last flush takes too long; the power goes off without it");
+    false
 }
 
 fn all_gone(limit: Duration, watchdog: &mut Option<Watchdog>) -> bool {

@@ -3,14 +3,13 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
+use super::wanted::{Wanted, WantedRoute, masked};
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Static {
     /// Name of the NIC; `None` means the first one.
     pub(crate) device: Option<String>,
-    pub(crate) address: IpAddr,
-    pub(crate) prefix: u8,
-    pub(crate) gateway: Option<IpAddr>,
-    pub(crate) dns: Vec<IpAddr>,
+    pub(crate) wanted: Wanted,
 }
 
 /// Network settings of the command line.
@@ -68,13 +67,18 @@ fn one(value: &str) -> Result<Option<Static>, String> {
     let is_v6 = client_address.is_ipv6();
     let prefix = |mask: &str| prefix(mask, is_v6).ok_or_else(|| format!("{mask:?} is no netmask"));
     let prefix = field(3).map_or(Ok(by_class(client_address)), prefix)?;
-    Ok(Some(Static {
-        device: field(5).map(str::to_owned),
+    let route = |gateway| WantedRoute { destination: masked(client_address, 0), gateway: Some(gateway) };
+    let wanted = Wanted {
         address: client_address,
         prefix,
-        gateway,
+        broadcast: None,
+        lifetime: None,
+        routes: gateway.map(route).into_iter().collect(),
+        mtu: None,
         dns: [field(7), field(8)].into_iter().flatten().filter_map(address).collect(),
-    }))
+        search: Vec::new(),
+    };
+    Ok(Some(Static { device: field(5).map(str::to_owned), wanted }))
 }
 
 /// Splits a value at the colons outside of brackets.
@@ -125,14 +129,16 @@ mod tests {
         );
         assert_eq!(wrong, [""; 0]);
         let [first, second] = &line.fixed[..] else { panic!("{line:?}") };
+        let routes = |destination: &str, gateway: &str| {
+            let destination = (destination.parse().unwrap(), 0);
+            vec![WantedRoute { destination, gateway: Some(gateway.parse().unwrap()) }]
+        };
+        let (device, first, second) = (first.device.as_deref(), &first.wanted, &second.wanted);
         assert_eq!((first.address, first.prefix), ("10.0.0.5".parse().unwrap(), 24));
-        assert_eq!(
-            (first.gateway, first.device.as_deref()),
-            (Some("10.0.0.1".parse().unwrap()), Some("eth0"))
-        );
+        assert_eq!((&first.routes, device), (&routes("0.0.0.0", "10.0.0.1"), Some("eth0")));
         assert_eq!(first.dns, ["10.0.0.2".parse::<IpAddr>().unwrap(), "8.8.8.8".parse().unwrap()]);
         assert_eq!((second.address, second.prefix), ("fd00::5".parse().unwrap(), 64));
-        assert_eq!(second.gateway, Some("fd00::1".parse().unwrap()));
+        assert_eq!(second.routes, routes("::", "fd00::1"));
         assert_eq!(line.dns, ["9.9.9.9".parse::<IpAddr>().unwrap()]);
     }
 
@@ -142,7 +148,7 @@ mod tests {
             assert_eq!(parse(words), (Line::default(), vec![]), "{words}");
         }
         assert!(parse("ip=off").0.off);
-        assert_eq!(parse("ip=172.16.0.9").0.fixed[0].prefix, 16, "by its class");
+        assert_eq!(parse("ip=172.16.0.9").0.fixed[0].wanted.prefix, 16, "by its class");
     }
 
     #[test]
@@ -164,8 +170,8 @@ mod tests {
         fn any_line_is_handled(text in "(ip=|nameserver=)?[a-z0-9:.\\[\\] ]{0,60}") {
             let (line, _) = parse(&text);
             for fixed in line.fixed {
-                let most = if fixed.address.is_ipv6() { 128 } else { 32 };
-                prop_assert!(fixed.prefix <= most);
+                let most = if fixed.wanted.address.is_ipv6() { 128 } else { 32 };
+                prop_assert!(fixed.wanted.prefix <= most);
             }
         }
     }

@@ -14,8 +14,6 @@ use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_podnet::netlink::{Client, Error};
 use rtnetlink::{LinkUnspec, RouteMessageBuilder};
 
-use super::line::Static;
-
 /// Longest lifetime in seconds. The kernel marks an endless address as permanent, and the guest treats a permanent
 /// address as one of another program.
 const LONGEST: u32 = 10 * 365 * 24 * 3600;
@@ -87,24 +85,6 @@ impl Wanted {
             mtu: None,
             dns: lease.dns_srvs.iter().take(MOST_SERVERS).map(|server| (*server).into()).collect(),
             search: lease.domain_list.clone(),
-        }
-    }
-
-    /// Converts settings of the kernel command line, which last for ever.
-    pub(crate) fn of_line(fixed: Static) -> Wanted {
-        let any =
-            if fixed.address.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
-        let route =
-            fixed.gateway.map(|gateway| WantedRoute { destination: (any, 0), gateway: Some(gateway) });
-        Wanted {
-            address: fixed.address,
-            prefix: fixed.prefix,
-            broadcast: None,
-            lifetime: None,
-            routes: route.into_iter().collect(),
-            mtu: None,
-            dns: fixed.dns,
-            search: Vec::new(),
         }
     }
 
