@@ -185,17 +185,20 @@ pub fn from_hex(text: &str) -> Option<[u8; 32]> {
     hex::decode_to_slice(text, &mut bytes).ok().map(|()| bytes)
 }
 
-mod fingerprints {
+/// Serialises fingerprints as hexadecimal digits: `#[serde(with = "fingerprints")]`.
+pub mod fingerprints {
     use super::*;
 
-    pub(super) fn serialize<S: Serializer>(list: &[[u8; 32]], serializer: S) -> Result<S::Ok, S::Error> {
+    /// Writes fingerprints as texts.
+    pub fn serialize<S: Serializer>(list: &[[u8; 32]], serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(list.iter().map(hex::encode))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<[u8; 32]>, D::Error> {
+    /// Reads fingerprints from texts.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<[u8; 32]>, D::Error> {
         Vec::<String>::deserialize(deserializer)?
             .iter()
-            .map(|text| from_hex(text).ok_or_else(|| D::Error::custom("not 64 hex digits")))
+            .map(|text| from_hex(text).ok_or_else(|| D::Error::custom("a fingerprint is not 64 hex digits")))
             .collect()
     }
 }

@@ -9,6 +9,7 @@ use std::{fmt, io};
 
 use peerpod_common::files;
 use peerpod_link::base64_bytes;
+use peerpod_link::user_data::fingerprints;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -71,11 +72,11 @@ pub(crate) struct TunnelPeer {
 /// The relay's certificate and key towards guests, and the CAs that it trusts.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    #[serde(with = "ders")]
+    #[serde(with = "base64_bytes::list")]
     pub(crate) certificates: Vec<Vec<u8>>,
     #[serde(with = "base64_bytes")]
     pub(crate) private_key: Vec<u8>,
-    #[serde(with = "ders")]
+    #[serde(with = "base64_bytes::list")]
     pub(crate) trusted_cas: Vec<Vec<u8>>,
 }
 
@@ -96,42 +97,6 @@ impl Identity {
             PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.private_key.clone())),
             &trusted,
         )
-    }
-}
-
-/// Fingerprints as hexadecimal digits.
-mod fingerprints {
-    use serde::de::Error;
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(all: &[[u8; 32]], to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq(all.iter().map(hex::encode))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<[u8; 32]>, D::Error> {
-        let unhex = |text: String| {
-            let mut bytes = [0; 32];
-            hex::decode_to_slice(text, &mut bytes).map(|()| bytes)
-        };
-        let all = Vec::<String>::deserialize(from)?.into_iter().map(unhex).collect::<Result<_, _>>();
-        all.map_err(|_| D::Error::custom("a certificate's fingerprint is not 64 hex digits"))
-    }
-}
-
-/// DER encodings as base64.
-mod ders {
-    use base64::Engine;
-    use base64::prelude::BASE64_STANDARD;
-    use serde::de::Error;
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(all: &[Vec<u8>], to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq(all.iter().map(|der| BASE64_STANDARD.encode(der)))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Vec<u8>>, D::Error> {
-        let all = Vec::<String>::deserialize(from)?;
-        all.iter().map(|text| BASE64_STANDARD.decode(text).map_err(D::Error::custom)).collect()
     }
 }
 

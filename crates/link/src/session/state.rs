@@ -13,11 +13,6 @@ use crate::base64_bytes;
 use crate::endpoint::Role;
 use crate::record::{CloseReason, SessionId, VERSION};
 
-/// Bytes as an element of a list.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-struct Blob(#[serde(with = "base64_bytes")] Vec<u8>);
-
 /// Serialised session: the result of [`Session::state`] and the input of [`Session::restore`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionState {
@@ -29,7 +24,8 @@ pub struct SessionState {
     high_sent: u64,
     #[serde(with = "base64_bytes")]
     records: Vec<u8>,
-    control: Vec<Blob>,
+    #[serde(with = "base64_bytes::list")]
+    control: Vec<Vec<u8>>,
     #[serde(with = "base64_bytes")]
     assembly: Vec<u8>,
     streams: Vec<StreamState>,
@@ -70,7 +66,7 @@ impl Session {
             first: self.log.acked() + 1,
             high_sent: self.log.high_sent(),
             records: self.log.records(),
-            control: self.control.messages.iter().map(|message| Blob(message.to_vec())).collect(),
+            control: self.control.messages.iter().map(|message| message.to_vec()).collect(),
             assembly: self.inbound.assembly.clone(),
             streams,
             signals: self.those_that_are(&self.turns.signals),
@@ -106,7 +102,7 @@ impl Session {
         }
         (session.epoch, session.version, session.inbound.recv) = (state.epoch, state.version, state.recv);
         (session.next_own, session.next_peer) = (state.next_own, state.next_peer);
-        session.control.messages = state.control.into_iter().map(|Blob(bytes)| Bytes::from(bytes)).collect();
+        session.control.messages = state.control.into_iter().map(Bytes::from).collect();
         session.inbound.assembly = state.assembly;
         session.counts = state.counts;
         for id in state.ready {
