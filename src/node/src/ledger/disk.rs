@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -92,13 +92,11 @@ impl Ledger {
     /// Returns the current record; `None`: there is none. A record that cannot be understood stays in place.
     pub(crate) fn read(&self, id: &SandboxId) -> Result<Option<Record>, Error> {
         let path = self.records.join(format!("{id}.json"));
-        let source = match read_record(&path, Some(id)) {
-            Ok(record) => return Ok(Some(record)),
-            Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(Unread::Io(error)) => error,
-            Err(Unread::Content(why)) => io::Error::new(io::ErrorKind::InvalidData, why),
-        };
-        Err(Error::Read { path, source })
+        match read_record(&path, Some(id)) {
+            Ok(record) => Ok(Some(record)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Read { path, source }),
+        }
     }
 
     /// Removes the record durably. A missing record is no error.
@@ -136,16 +134,22 @@ impl Ledger {
         Ok(loaded)
     }
 
-    fn unread(&self, file: PathBuf, id: Option<SandboxId>, name: &str, why: Unread) -> Option<Quarantined> {
-        match why {
-            Unread::Io(error) if error.kind() == io::ErrorKind::NotFound => None,
-            // A disk error, perhaps a temporary one: the file stays for the next start.
-            Unread::Io(error) => {
-                let why = format!("the node cannot read it and leaves it in place: {error}");
-                Some(Quarantined { id, moved_to: file.clone(), file, why })
-            }
-            Unread::Content(why) => Some(set_aside(&self.quarantine, name, file, id, why)),
+    fn unread(
+        &self,
+        file: PathBuf,
+        id: Option<SandboxId>,
+        name: &str,
+        why: io::Error,
+    ) -> Option<Quarantined> {
+        if why.kind() == ErrorKind::NotFound {
+            return None;
         }
+        if is_unusable(&why) {
+            return Some(set_aside(&self.quarantine, name, file, id, why.to_string()));
+        }
+        // A disk error, perhaps a temporary one: the file stays for the next start.
+        let why = format!("the node cannot read it and leaves it in place: {why}");
+        Some(Quarantined { id, moved_to: file.clone(), file, why })
     }
 
     fn set_aside_names(&self) -> Result<Vec<String>, Error> {
@@ -165,51 +169,49 @@ impl Ledger {
     }
 }
 
-/// Reason that a file was not read: a disk error, or bad content.
-pub(super) enum Unread {
-    Io(io::Error),
-    Content(String),
+/// Returns the error for a file with bad content.
+pub(super) fn unusable(why: impl Into<String>) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, why.into())
 }
 
-impl From<String> for Unread {
-    fn from(why: String) -> Unread {
-        Unread::Content(why)
-    }
+/// Returns whether a file was not read because it is bad, and not by an error of the disk.
+pub(super) fn is_unusable(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::InvalidInput | ErrorKind::FileTooLarge)
 }
 
-fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, Unread> {
-    let id = id.ok_or_else(|| "the file's name is not a sandbox id followed by .json".to_owned())?;
+fn read_record(path: &Path, id: Option<&SandboxId>) -> io::Result<Record> {
+    let id = id.ok_or_else(|| unusable("the file's name is not a sandbox id followed by .json"))?;
     let record: Record = read_versioned(path, VERSION)?;
     if record.id != *id {
-        return Err(Unread::Content(format!("it contains the record of {}", record.id)));
+        return Err(unusable(format!("it contains the record of {}", record.id)));
     }
     Ok(record)
 }
 
-fn read_batch(path: &Path, id: &str) -> Result<Batch, Unread> {
+fn read_batch(path: &Path, id: &str) -> io::Result<Batch> {
     let batch: Batch = read_versioned(path, BATCH_VERSION)?;
     if batch.ticket.id != id {
-        return Err(Unread::Content(format!("it contains the record of batch {}", batch.ticket.id)));
+        return Err(unusable(format!("it contains the record of batch {}", batch.ticket.id)));
     }
     if batch.members.is_empty() || batch.made.as_ref().is_some_and(|made| made.len() > batch.members.len()) {
-        return Err(Unread::Content("it has no members, or more VMs than members".to_owned()));
+        return Err(unusable("it has no members, or more VMs than members"));
     }
     Ok(batch)
 }
 
-fn read_versioned<T: DeserializeOwned>(path: &Path, newest: u32) -> Result<T, Unread> {
+fn read_versioned<T: DeserializeOwned>(path: &Path, newest: u32) -> io::Result<T> {
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
     }
-    let bytes = read_bounded(path, MAX_FILE)?;
-    let Versioned { version } =
-        serde_json::from_slice(&bytes).map_err(|error| format!("not a versioned record: {error}"))?;
+    let bytes = files::read_plain(path, MAX_FILE)?;
+    let Versioned { version } = serde_json::from_slice(&bytes)
+        .map_err(|error| unusable(format!("not a versioned record: {error}")))?;
     if version == 0 || version > newest {
         let why = format!("version {version} is unknown to this program, which reads up to {newest}");
-        return Err(Unread::Content(why));
+        return Err(unusable(why));
     }
-    Ok(serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?)
+    serde_json::from_slice(&bytes).map_err(|error| unusable(format!("not a record: {error}")))
 }
 
 /// Lists a folder's files by name. Removes temporary ones, which a crash left; the records that they replace stand.
@@ -243,19 +245,6 @@ fn write(dir: &Path, name: &str, record: &impl Serialize) -> Result<(), Error> {
 fn remove(dir: &Path, name: &str) -> Result<(), Error> {
     let path = dir.join(format!("{name}.json"));
     files::remove(&path).map_err(|source| Error::Remove { path, source })
-}
-
-pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
-    let mut bytes = Vec::new();
-    let file = File::open(path).map_err(Unread::Io)?;
-    if !file.metadata().map_err(Unread::Io)?.is_file() {
-        return Err(Unread::Content("not a regular file".into()));
-    }
-    file.take(limit + 1).read_to_end(&mut bytes).map_err(Unread::Io)?;
-    if bytes.len() as u64 > limit {
-        return Err(Unread::Content(format!("longer than {limit} bytes")));
-    }
-    Ok(bytes)
 }
 
 /// Moves a file to quarantine under this name and the present time.

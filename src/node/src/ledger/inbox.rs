@@ -8,7 +8,7 @@ use std::{fs, io};
 use peerpod_common::files;
 use serde::Deserialize;
 
-use super::disk::{Unread, make_dir, read_bounded, set_aside};
+use super::disk::{is_unusable, make_dir, set_aside, unusable};
 use super::{Error, Quarantined};
 use crate::spec::SandboxId;
 
@@ -63,10 +63,12 @@ impl Inbox {
             match read_note(&file) {
                 Ok(Written { id, at_ms, .. }) => notes.push(Note { id, at_ms, file }),
                 // Another reader carried it out meanwhile.
-                Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(why) if is_unusable(&why) => {
+                    bad.push(set_aside(&self.quarantine, &name, file, id, why.to_string()));
+                }
                 // A confirmed stop is not discarded because of a temporary disk error.
-                Err(Unread::Io(source)) => return Err(Error::Directory { path: file, source }),
-                Err(Unread::Content(why)) => bad.push(set_aside(&self.quarantine, &name, file, id, why)),
+                Err(source) => return Err(Error::Directory { path: file, source }),
             }
         }
         notes.sort_by_key(|note| note.at_ms);
@@ -79,15 +81,15 @@ impl Inbox {
     }
 }
 
-fn read_note(file: &Path) -> Result<Written, Unread> {
-    let bytes = read_bounded(file, MAX_NOTE)?;
-    let note: Written = serde_json::from_slice(&bytes).map_err(|error| format!("not a note: {error}"))?;
+fn read_note(file: &Path) -> io::Result<Written> {
+    let bytes = files::read_plain(file, MAX_NOTE)?;
+    let note: Written =
+        serde_json::from_slice(&bytes).map_err(|error| unusable(format!("not a note: {error}")))?;
     if note.version != 1 {
-        let why = format!("version {} of a note is unknown to this program", note.version);
-        return Err(Unread::Content(why));
+        return Err(unusable(format!("version {} of a note is unknown to this program", note.version)));
     }
     if note.op != "stop" {
-        return Err(Unread::Content(format!("a note cannot request {:?}", note.op)));
+        return Err(unusable(format!("a note cannot request {:?}", note.op)));
     }
     Ok(note)
 }

@@ -159,7 +159,7 @@ fn a_file_too_long_is_not_read_into_memory() {
     let file = fs::File::create(dir.0.join("sandboxes/long.json")).unwrap();
     file.set_len(1 << 40).unwrap();
     let loaded = ledger.load().unwrap();
-    assert!(loaded.quarantined[0].why.contains("longer than"), "{:?}", loaded.quarantined);
+    assert!(loaded.quarantined[0].why.contains("more than"), "{:?}", loaded.quarantined);
 }
 
 #[test]
