@@ -5,7 +5,7 @@
 use std::io;
 use std::path::Path;
 
-pub(crate) use peerpod_common::files::{make_folder, read, remove, remove_volatile, write_volatile as write};
+pub(crate) use peerpod_common::files::{make_folder, read, remove_volatile, write_volatile as write};
 
 pub(crate) fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> {
     write(path, &serde_json::to_vec(value)?)
