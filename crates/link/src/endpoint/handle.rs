@@ -35,10 +35,6 @@ pub struct Stats {
     pub bytes_to_peer: u64,
     /// Stream bytes received from the peer.
     pub bytes_from_peer: u64,
-    /// Sequenced records sent for the first time.
-    pub records_to_peer: u64,
-    /// Sequenced records received.
-    pub records_from_peer: u64,
     /// Finished handshakes; reconnects are one fewer.
     pub links: u64,
     /// Sessions lost with their streams.

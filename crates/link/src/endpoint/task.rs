@@ -318,12 +318,9 @@ impl<H: Handler> Task<H> {
     }
 
     fn publish_stats(&mut self) {
-        let counts = self.session.counts();
         let waiting = self.locals.waiting + self.dialled.waiting();
         self.stats = Stats {
-            records_to_peer: counts.sent,
-            records_from_peer: counts.received,
-            replayed: counts.replayed,
+            replayed: self.session.counts().replayed,
             connections: self.locals.open,
             dialled: self.dialled.conns.len(),
             buffered: self.session.unacknowledged() + waiting,
