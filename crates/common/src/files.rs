@@ -107,7 +107,7 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         file => file?,
     };
-    bounded(file, limit).map(Some)
+    read_open(file, limit).map(Some)
 }
 
 /// Reads a file of another program, of at most `limit` bytes. It follows no link, and no FIFO blocks it.
@@ -119,10 +119,14 @@ pub fn read_plain(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     if !file.metadata()?.is_file() {
         return Err(io::Error::new(ErrorKind::InvalidInput, "not a file"));
     }
-    bounded(file, limit)
+    read_open(file, limit)
 }
 
-fn bounded(file: File, limit: u64) -> io::Result<Vec<u8>> {
+/// Reads an open file of at most `limit` bytes.
+///
+/// # Errors
+/// `FileTooLarge` beyond `limit`.
+pub fn read_open(file: File, limit: u64) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     file.take(limit + 1).read_to_end(&mut content)?;
     if content.len() as u64 > limit {

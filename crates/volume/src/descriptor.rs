@@ -37,7 +37,7 @@ pub struct GuestVolume {
 /// Identifier of a volume for wrapper, node, relay and guest: 32 lower-case hexadecimal digits, hashed from the CSI
 /// driver's name and the volume's handle. Both inputs may contain any characters.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
-#[serde(try_from = "String", into = "String")]
+#[serde(try_from = "String")]
 #[schemars(with = "String")]
 pub struct VolumeId(String);
 
@@ -76,12 +76,6 @@ impl TryFrom<String> for VolumeId {
         } else {
             Err(format!("{text:?} is no volume id: 32 hexadecimal digits"))
         }
-    }
-}
-
-impl From<VolumeId> for String {
-    fn from(id: VolumeId) -> String {
-        id.0
     }
 }
 

@@ -4,8 +4,8 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use peerpod_podnet::events::Events;
@@ -85,10 +85,9 @@ pub(crate) struct Network {
     planned: watch::Sender<Option<Planned>>,
     /// File that keeps [`Network::previous`] over a restart of the program.
     file: PathBuf,
-    /// Plan that was made last: parts that a new plan does not have are removed.
-    previous: tokio::sync::Mutex<Option<NetworkPlan>>,
-    /// Whether IPv4 and IPv6 left the cluster by a NIC of this VM when the network was made last.
-    left: [AtomicBool; 2],
+    /// Plan that was made last: parts that a new plan does not have are removed. With it, whether IPv4 and IPv6 left the
+    /// cluster by a NIC of this VM then.
+    previous: tokio::sync::Mutex<(Option<NetworkPlan>, [bool; 2])>,
 }
 
 impl Network {
@@ -106,8 +105,7 @@ impl Network {
             path: AtomicU32::new(0),
             probe_seconds: AtomicU32::new(previous.as_ref().map_or(0, |plan| plan.underlay.probe_seconds)),
             planned: watch::Sender::new(None),
-            previous: tokio::sync::Mutex::new(previous),
-            left: Default::default(),
+            previous: tokio::sync::Mutex::new((previous, [false; 2])),
         }
     }
 
@@ -139,7 +137,7 @@ impl Network {
     /// Returns the parts of the last plan that the pod's network lacks, as text.
     pub(crate) async fn drift(&self) -> Vec<String> {
         let previous = self.previous.lock().await;
-        let Some(plan) = previous.clone() else { return Vec::new() };
+        let Some(plan) = previous.0.clone() else { return Vec::new() };
         let podns = self.podns.clone();
         match tokio::task::spawn_blocking(move || peerpod_podnet::drift::drift(&plan, &podns)).await {
             Ok(Ok(lacks)) => lacks,
@@ -152,13 +150,13 @@ impl Network {
     /// change of the VM's NICs. Waits for a network that is being made.
     pub(crate) async fn leaves_otherwise(&self) -> bool {
         let previous = self.previous.lock().await;
-        let Some(plan) = previous.clone() else { return false };
+        let (Some(plan), left) = previous.clone() else { return false };
         let inspect = move || match external::read(&plan)? {
             Some(external) => external::leaves(&external),
             None => Ok((false, false)),
         };
         match tokio::task::spawn_blocking(inspect).await {
-            Ok(Ok((v4, v6))) => [v4, v6] != [self.left[0].load(Relaxed), self.left[1].load(Relaxed)],
+            Ok(Ok((v4, v6))) => [v4, v6] != left,
             // The next event causes another check.
             Ok(Err(_)) | Err(_) => false,
         }
@@ -179,7 +177,7 @@ impl Network {
 
     /// Acts as [`Network::make`], but before the first network waits for NICs that may still be getting addresses.
     pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
-        let is_first = self.previous.lock().await.is_none();
+        let is_first = self.previous.lock().await.0.is_none();
         if let Some(node) = Planned::of(plan).node.filter(|_| is_first) {
             // If no route comes, the attempt reports the fault.
             let way = async {
@@ -199,24 +197,21 @@ impl Network {
         self.planned.send_if_modified(|before| std::mem::replace(before, planned.clone()) != planned);
         let path = self.path.load(Relaxed);
         let mut previous = self.previous.lock().await;
-        let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
+        let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.0.clone());
         let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
         let made = tokio::task::spawn_blocking(move || {
             make(plan, path, before.as_ref(), &podns, &encrypted, &sources::here())
         });
         let Made { plan, applied, left, notes } = made.await.map_err(|_| Error::Ending)??;
-        for (kept, leaves) in self.left.iter().zip(left) {
-            kept.store(leaves, Relaxed);
-        }
         // Stored afterwards: until then the previous plan describes the network better.
-        if previous.as_ref() != Some(&plan) {
+        if previous.0.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
             if let Err(error) = kept.and_then(|bytes| files::write(&self.file, &bytes)) {
                 tracing::warn!(%error, "cannot store the plan of the pod's network");
             }
         }
-        *previous = Some(plan);
+        *previous = (Some(plan), left);
         for (subject, note) in notes {
             self.status.note(subject, note);
         }

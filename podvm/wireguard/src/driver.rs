@@ -242,7 +242,7 @@ fn incoming(shared: &Shared, ends: &Ends) -> io::Result<()> {
         }
         out.flush();
         match got {
-            Ok(_) => {}
+            Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 let timeout = PollTimeout::try_from(TICK).unwrap_or(PollTimeout::MAX);
                 let readable = PollFlags::POLLIN;

@@ -89,22 +89,20 @@ impl Udp {
         &self,
         buffers: &mut Buffers,
         mut each: impl FnMut(&Path, &[u8]),
-    ) -> io::Result<usize> {
+    ) -> io::Result<()> {
         let Buffers { bytes, meta } = buffers;
         let mut slices: Vec<IoSliceMut<'_>> =
             bytes.chunks_exact_mut(Buffers::ONE).map(IoSliceMut::new).collect();
         let count = self.state.recv(UdpSockRef::from(&self.socket), &mut slices, meta)?;
-        let mut datagrams = 0;
         for (meta, bytes) in meta.iter().zip(&slices).take(count) {
             let peer = SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port());
             let path = Path { peer, local: meta.dst_ip.map(|ip| ip.to_canonical()) };
             let Some(received) = bytes.get(..meta.len) else { continue };
             for datagram in received.chunks(meta.stride.max(1)) {
-                datagrams += 1;
                 each(&path, datagram);
             }
         }
-        Ok(datagrams)
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 //! OpenStack's `config-2`. The disk is mounted read-only while one file is read.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
+use peerpod_common::files::read_open;
 
 use super::LIMIT;
 
@@ -82,17 +83,11 @@ fn read_below(path: &Path) -> io::Result<Option<Vec<u8>>> {
     let root = open(MOUNT, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_DIRECTORY, Mode::empty())?;
     let beneath = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
     let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_CLOEXEC).resolve(beneath);
-    let file = match openat2(&root, path, how) {
-        Ok(file) => File::from(file),
-        Err(Errno::ENOENT) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    let mut content = Vec::new();
-    file.take(LIMIT + 1).read_to_end(&mut content)?;
-    if content.len() as u64 > LIMIT {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("more than {LIMIT} bytes")));
+    match openat2(&root, path, how) {
+        Ok(file) => read_open(file.into(), LIMIT).map(Some),
+        Err(Errno::ENOENT) => Ok(None),
+        Err(error) => Err(error.into()),
     }
-    Ok(Some(content))
 }
 
 #[cfg(test)]
