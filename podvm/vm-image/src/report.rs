@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use serde::Serialize;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::lock::Package;
@@ -48,14 +49,7 @@ pub(crate) struct Report {
     /// Digests of the user's parts, by name in the image.
     pub(crate) supplied: BTreeMap<&'static str, String>,
     /// Every file of the image: the size of a file in bytes, or the target of a link.
-    contents: BTreeMap<String, Content>,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-enum Content {
-    File(usize),
-    Link(String),
+    contents: BTreeMap<String, Value>,
 }
 
 impl Report {
@@ -74,8 +68,8 @@ impl Report {
         for (path, node) in tree.iter() {
             let content = match node {
                 Node::Directory { .. } => continue,
-                Node::File { content, .. } => Content::File(content.len()),
-                Node::Link { target } => Content::Link(target.clone()),
+                Node::File { content, .. } => content.len().into(),
+                Node::Link { target } => target.clone().into(),
             };
             self.contents.insert(format!("/{path}"), content);
         }
@@ -114,11 +108,10 @@ impl Report {
         }
         let (packages, files) = (self.packages.len(), self.contents.len());
         writeln!(out, "  kernel {}, {packages} packages, {files} files", self.kernel_release)?;
-        let mut folders: BTreeMap<&str, usize> = BTreeMap::new();
-        for (path, content) in &self.contents {
-            if let Content::File(size) = content {
-                *folders.entry(top(path)).or_default() += size;
-            }
+        let mut folders: BTreeMap<&str, u64> = BTreeMap::new();
+        for (path, size) in self.contents.iter().filter_map(|(path, content)| Some((path, content.as_u64()?)))
+        {
+            *folders.entry(top(path)).or_default() += size;
         }
         for (folder, size) in folders {
             writeln!(out, "  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20))?;

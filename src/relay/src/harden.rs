@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, ensure};
 use landlock::{
-    ABI, Access, AccessFs, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreated,
-    RulesetCreatedAttr, RulesetStatus, Scope,
+    ABI, Access, AccessFs, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, Scope,
 };
 use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
@@ -175,16 +175,14 @@ fn restrict(files: &Files) -> anyhow::Result<()> {
         .create()?;
     for (paths, rights) in [(&files.own, in_own_folders()), (&files.read, AccessFs::ReadFile.into())] {
         for path in paths {
-            rules = permit(rules, path, rights).with_context(|| path.display().to_string())?;
+            let what = || path.display().to_string();
+            let rule = PathBeneath::new(PathFd::new(path).with_context(what)?, rights);
+            rules = rules.add_rule(rule).with_context(what)?;
         }
     }
     let status = rules.restrict_self()?.ruleset;
     ensure!(status != RulesetStatus::NotEnforced, "{NO_LANDLOCK}");
     Ok(())
-}
-
-fn permit(rules: RulesetCreated, path: &Path, rights: BitFlags<AccessFs>) -> anyhow::Result<RulesetCreated> {
-    Ok(rules.add_rule(PathBeneath::new(PathFd::new(path)?, rights))?)
 }
 
 fn filter_calls() -> anyhow::Result<()> {
