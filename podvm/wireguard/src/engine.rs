@@ -50,16 +50,10 @@ pub trait Sink {
     fn tunnel(&mut self, packet: &[u8]);
 }
 
-/// Reason to refuse a peer.
+/// Reason to refuse a peer, as text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// Another peer has the key, so that the two would be indistinguishable, or the inner address.
-    #[error("the tunnel {0}")]
-    Taken(String),
-    /// More peers than a node can have.
-    #[error("more than {MAX_PEERS} tunnel peers")]
-    TooMany,
-}
+#[error("{0}")]
+pub struct Error(pub(crate) String);
 
 #[derive(Default)]
 struct Table {
@@ -153,17 +147,17 @@ impl Engine {
     pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
         let mut table = self.table.write();
         let name = &config.name;
-        if let Some(Peer { name: other, .. }) = table.by_key.get(&config.key).map(|peer| &**peer)
-            && other != name
-        {
-            let text = format!("key of {name} already belongs to {other}; every VM makes its own key");
-            return Err(Error::Taken(text));
+        let other =
+            |peer: Option<&Arc<Peer>>| peer.map(|peer| peer.name.clone()).filter(|other| other != name);
+        // Two peers with one key would be indistinguishable.
+        if let Some(other) = other(table.by_key.get(&config.key)) {
+            let text =
+                format!("the tunnel key of {name} already belongs to {other}; every VM makes its own key");
+            return Err(Error(text));
         }
         let inner = config.lane.theirs;
-        if let Some(Peer { name: other, .. }) = table.by_inner.get(&inner).map(|peer| &**peer)
-            && other != name
-        {
-            return Err(Error::Taken(format!("address {inner} of {name} already belongs to {other}")));
+        if let Some(other) = other(table.by_inner.get(&inner)) {
+            return Err(Error(format!("the tunnel address {inner} of {name} already belongs to {other}")));
         }
         if let Some(known) = table.by_name.get(name)
             && known.key == config.key
@@ -174,7 +168,7 @@ impl Engine {
         }
         table.remove(name);
         if table.by_name.len() >= MAX_PEERS {
-            return Err(Error::TooMany);
+            return Err(Error(format!("more than {MAX_PEERS} tunnel peers")));
         }
         let index = table.free_index();
         let peer = Arc::new(Peer::new(config, &self.key, index, self.open.clone(), Instant::now()));

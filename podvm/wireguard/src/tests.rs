@@ -382,7 +382,7 @@ fn a_key_or_an_address_belongs_to_one_sandbox() {
     let keys: Vec<PublicKey> = (0..3).map(|_| PrivateKey::generate().unwrap().public()).collect();
     node.put_peer(&guest_of("a", keys[0], 5)).unwrap();
     node.put_peer(&guest_of("a", keys[0], 5)).unwrap();
-    let taken = |text: &str| Err(Error::Taken(text.to_owned()));
+    let taken = |text: &str| Err(Error(format!("the tunnel {text}")));
     let key = taken("key of b already belongs to a; every VM makes its own key");
     assert_eq!(node.put_peer(&guest_of("b", keys[0], 6)), key);
     let address = taken("address 10.0.0.5 of b already belongs to a");
