@@ -37,7 +37,7 @@ const QUESTIONS: Duration = Duration::from_secs(60);
 pub(crate) struct Image {
     pub(crate) digest: String,
     pub(crate) layers: Vec<Layer>,
-    pub(crate) config: Config,
+    pub(crate) process: Process,
 }
 
 #[derive(Clone, Debug)]
@@ -59,14 +59,14 @@ pub(crate) struct Process {
     pub(crate) working_dir: Option<String>,
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
-pub(crate) struct Config {
+#[derive(Deserialize)]
+struct Config {
     #[serde(default)]
-    pub(crate) config: Option<Process>,
+    config: Option<Process>,
     rootfs: Rootfs,
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Deserialize)]
 struct Rootfs {
     #[serde(default)]
     diff_ids: Vec<String>,
@@ -141,7 +141,7 @@ impl Registry {
         };
         let config = self.config(&manifest.config).await?;
         let layers = pair(manifest.layers, &config.rootfs.diff_ids)?;
-        Ok(Image { digest, layers, config })
+        Ok(Image { digest, layers, process: config.config.unwrap_or_default() })
     }
 
     async fn config(&self, descriptor: &OciDescriptor) -> Result<Config, Error> {

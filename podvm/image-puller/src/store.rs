@@ -146,7 +146,7 @@ impl Store {
             reference: reference.to_owned(),
             digest: image.digest.clone(),
             layers: chain(image.layers.iter().map(|layer| layer.diff_id.as_str())),
-            process: image.config.config.clone().unwrap_or_default(),
+            process: image.process.clone(),
         };
         let path = self.record(reference);
         // Each pull is a process of its own, and two may be for one image.

@@ -29,10 +29,8 @@ pub(crate) enum Error {
     /// A record could not be made durable. No step that depends on it was taken.
     #[error("cannot write {}: {source}; {}", path.display(), remedy(source))]
     Write { path: PathBuf, source: io::Error },
-    #[error("cannot read {}: {source}", path.display())]
-    Read { path: PathBuf, source: io::Error },
-    #[error("cannot remove {}: {source}", path.display())]
-    Remove { path: PathBuf, source: io::Error },
+    #[error("cannot {attempt} {}: {source}", path.display())]
+    Failed { attempt: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl From<Interrupted> for Error {
@@ -44,10 +42,8 @@ impl From<Interrupted> for Error {
 impl Error {
     /// Whether the disk (or its quota) is full.
     pub(crate) fn is_full(&self) -> bool {
-        let (Error::Directory { source, .. }
-        | Error::Write { source, .. }
-        | Error::Read { source, .. }
-        | Error::Remove { source, .. }) = self;
+        let (Error::Directory { source, .. } | Error::Write { source, .. } | Error::Failed { source, .. }) =
+            self;
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
     }
 }

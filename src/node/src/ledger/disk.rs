@@ -95,7 +95,7 @@ impl Ledger {
         match read_record(&path, Some(id)) {
             Ok(record) => Ok(Some(record)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Read { path, source }),
+            Err(source) => Err(Error::Failed { attempt: "read", path, source }),
         }
     }
 
@@ -244,7 +244,7 @@ fn write(dir: &Path, name: &str, record: &impl Serialize) -> Result<(), Error> {
 
 fn remove(dir: &Path, name: &str) -> Result<(), Error> {
     let path = dir.join(format!("{name}.json"));
-    files::remove(&path).map_err(|source| Error::Remove { path, source })
+    files::remove(&path).map_err(|source| Error::Failed { attempt: "remove", path, source })
 }
 
 /// Moves a file to quarantine under this name and the present time.

@@ -77,7 +77,8 @@ impl Inbox {
 
     /// Removes a note that was carried out. If that fails, carrying it out again does no harm.
     pub(crate) fn done(&self, note: &Note) -> Result<(), Error> {
-        files::remove(&note.file).map_err(|source| Error::Remove { path: note.file.clone(), source })
+        let path = note.file.clone();
+        files::remove(&path).map_err(|source| Error::Failed { attempt: "remove", path, source })
     }
 }
 
