@@ -75,7 +75,9 @@ impl Authority {
         let key = new_key("make the CA's key")?;
         let mut tag = [0; 4];
         getrandom::fill(&mut tag)?;
-        let not_after = whole_seconds(now + validity);
+        // Certificates have a resolution of seconds.
+        let since = (now + validity).duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs());
         let mut params = params(&format!("{name} {:08x}", u32::from_be_bytes(tag)), now, not_after)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -207,10 +209,4 @@ fn params(
     params.not_before = (now - SKEW).into();
     params.not_after = not_after.into();
     Ok(params)
-}
-
-/// Rounds down to whole seconds, the resolution of certificates.
-fn whole_seconds(time: SystemTime) -> SystemTime {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs())
 }
