@@ -146,7 +146,7 @@ pub async fn build(
     let (listener, socket) = bind(&config.run_dir.join("node.sock"))?;
     let service = Service { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
     let server = rpc::serve(listener, service).await.context("serve node.sock")?;
-    let (listener, volumes_socket) = bind(&config.run_dir.join("volumes.sock"))?;
+    let (listener, second) = bind(&config.run_dir.join("volumes.sock"))?;
     let volumes = rpc::volumes::serve(listener, sandboxes.clone()).await.context("serve volumes.sock")?;
     drop(starting);
     if let Some(cluster) = &cluster {
@@ -163,8 +163,7 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    let sockets = [socket, volumes_socket];
-    Ok(BoundNode { sockets, sandboxes, cluster, server, volumes, drain, ready, tasks })
+    Ok(BoundNode { sockets: [socket, second], sandboxes, cluster, server, volumes, drain, ready, tasks })
 }
 
 /// Opens the client of the cluster, if the node is in one, and starts its tasks.
