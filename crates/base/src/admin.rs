@@ -53,11 +53,6 @@ pub struct BlockReady {
 }
 
 impl Ready {
-    /// Makes an empty list.
-    pub fn new() -> Ready {
-        Ready::default()
-    }
-
     /// Keeps the process from being ready until the result is dropped. A start makes it first.
     pub fn block(&self, name: &str) -> BlockReady {
         self.not_ready(name, "starting");

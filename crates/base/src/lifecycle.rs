@@ -18,11 +18,6 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Makes a shutdown that is not triggered.
-    pub fn new() -> Shutdown {
-        Shutdown::default()
-    }
-
     /// Triggers the shutdown. The first reason stays.
     pub fn trigger(&self, reason: &str) {
         self.sender.send_if_modified(|current| {
@@ -57,7 +52,7 @@ impl Shutdown {
 /// Makes a shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once, with the exit code that
 /// a shell gives for it (128 + number): a second Ctrl-C means an immediate end.
 pub fn signals() -> std::io::Result<Shutdown> {
-    let shutdown = Shutdown::new();
+    let shutdown = Shutdown::default();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let told = shutdown.clone();
@@ -115,11 +110,6 @@ impl fmt::Display for StillBusy {
 impl std::error::Error for StillBusy {}
 
 impl Drain {
-    /// Makes a drain without work.
-    pub fn new() -> Drain {
-        Drain::default()
-    }
-
     /// Counts one piece of work of this name as in progress until the result is dropped.
     pub fn busy(&self, name: &'static str) -> Busy {
         *self.shared.busy.lock().entry(name).or_default() += 1;

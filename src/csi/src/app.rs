@@ -36,7 +36,7 @@ pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow:
     config.check_cluster()?;
     let mut registry = Registry::default();
     let metrics = CsiMetrics::register(&mut registry);
-    let ready = Ready::new();
+    let ready = Ready::default();
     let starting = ready.block("start");
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let upstream = Arc::new(Upstream::new(config.driver_endpoint.clone(), config.max_message));
@@ -46,7 +46,7 @@ pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow:
     };
     let proxy = Arc::new(Proxy { upstream, role, metrics, patience: config.call_timeout });
     let listener = server::bind(&config.endpoint)?;
-    let drain = Drain::new();
+    let drain = Drain::default();
     let accepting = tokio::spawn(server::serve(listener, proxy, drain.clone()));
     drop(starting);
     info!(

@@ -112,7 +112,7 @@ pub async fn build(
 ) -> Result<BoundNode> {
     let mut registry = Registry::default();
     let metrics = Metrics::new(&mut registry);
-    let ready = Ready::new();
+    let ready = Ready::default();
     let starting = ready.block("start");
     let mut tasks = Tasks::new();
     let cluster = open_cluster(&config, &metrics, &ready, &mut tasks).await?;
@@ -142,7 +142,7 @@ pub async fn build(
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
-    let drain = Drain::new();
+    let drain = Drain::default();
     let (listener, socket) = bind(&config.run_dir.join("node.sock"))?;
     let service = Service { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
     let server = rpc::serve(listener, service).await.context("serve node.sock")?;
@@ -499,7 +499,7 @@ mod tests {
     async fn the_node_is_not_ready_while_the_provider_cannot_work() {
         let (say, heard) = mpsc::channel(1);
         let health = stream::unfold(heard, |mut heard| async move { Some((heard.recv().await?, heard)) });
-        let ready = Ready::new();
+        let ready = Ready::default();
         let reporting = tokio::spawn(report_provider(Some(health.boxed()), ready.clone()));
         for round in 0..2 {
             say.send(Some("libvirtd closed the connection".to_owned())).await.unwrap();

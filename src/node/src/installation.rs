@@ -111,7 +111,7 @@ mod tests {
     async fn an_id_outside_a_cluster_is_made_once_and_differs_elsewhere() {
         let dir = |name: &str| std::env::temp_dir().join(format!("peerpod-id-{name}-{}", std::process::id()));
         let (one, other) = (dir("one"), dir("other"));
-        let ready = Ready::new();
+        let ready = Ready::default();
         let admin = (SocketAddr::from(([127, 0, 0, 1], 0)), &ready);
         for dir in [&one, &other] {
             std::fs::create_dir_all(dir).unwrap();

@@ -249,7 +249,7 @@ impl Core {
         let Sockets { guests, admin, hypervisor, control, fd_handoff, handover, lock, names } = sockets;
         let (listen, run_dir) = (guests.address, &config.run_dir);
         let admin_address = admin.local_addr().map_err(|why| admin::refused(config.admin_listen, why))?;
-        admin::serve_on(admin, Arc::new(std::mem::take(&mut self.registry)), Ready::new());
+        admin::serve_on(admin, Arc::new(std::mem::take(&mut self.registry)), Ready::default());
 
         let mut tasks = JoinSet::new();
         let parts = hypervisor::Parts {

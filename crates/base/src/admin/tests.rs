@@ -23,7 +23,7 @@ async fn served() -> (SocketAddr, Ready, Counter) {
     let mut registry = Registry::with_prefix("peerpod");
     let counter = Counter::default();
     registry.register("things", "Things that happened", counter.clone());
-    let ready = Ready::new();
+    let ready = Ready::default();
     let address = serve("127.0.0.1:0".parse().unwrap(), Arc::new(registry), ready.clone()).await.unwrap();
     (address, ready, counter)
 }
@@ -40,7 +40,7 @@ async fn metrics_are_shown_as_openmetrics() {
 
 #[tokio::test]
 async fn a_start_that_waits_is_alive_and_frees_the_port() {
-    let (address, ready) = ("127.88.0.1:18080".parse().unwrap(), Ready::new());
+    let (address, ready) = ("127.88.0.1:18080".parse().unwrap(), Ready::default());
     let (asked, seen) = (AtomicBool::new(false), Mutex::new(Vec::new()));
     let ask = || async {
         if !asked.swap(true, Ordering::Relaxed) {
@@ -110,6 +110,6 @@ async fn silent_connections_do_not_keep_others_out_for_ever() {
 #[tokio::test]
 async fn a_taken_address_is_an_error_that_names_it() {
     let (address, ..) = served().await;
-    let error = serve(address, Arc::new(Registry::default()), Ready::new()).await.unwrap_err();
+    let error = serve(address, Arc::new(Registry::default()), Ready::default()).await.unwrap_err();
     assert!(error.to_string().contains(&address.to_string()), "{error}");
 }

@@ -9,7 +9,7 @@ const CHILD: &str = "PEERPOD_TEST_LIFECYCLE_CHILD";
 
 #[tokio::test]
 async fn every_waiter_gets_the_shutdown_and_its_first_reason() {
-    let shutdown = Shutdown::new();
+    let shutdown = Shutdown::default();
     let waiting = tokio::spawn({
         let shutdown = shutdown.clone();
         async move { shutdown.wait().await }
@@ -24,7 +24,7 @@ async fn every_waiter_gets_the_shutdown_and_its_first_reason() {
 
 #[tokio::test]
 async fn a_drain_ends_when_the_last_one_is_done() {
-    let drain = Drain::new();
+    let drain = Drain::default();
     let busy = [drain.busy("calls"), drain.busy("calls"), drain.busy("pods")];
     let working = tokio::spawn(async move {
         busy[0].draining().await;
@@ -36,7 +36,7 @@ async fn a_drain_ends_when_the_last_one_is_done() {
 
 #[tokio::test]
 async fn a_drain_ends_at_its_deadline_and_names_the_unfinished_work() {
-    let drain = Drain::new();
+    let drain = Drain::default();
     let _calls = (drain.busy("calls"), drain.busy("calls"));
     drop(drain.busy("pods"));
     let left = drain.drain(Duration::from_millis(20)).await.unwrap_err();
@@ -45,7 +45,7 @@ async fn a_drain_ends_at_its_deadline_and_names_the_unfinished_work() {
 
 #[tokio::test]
 async fn a_drain_with_nothing_under_way_ends_at_once() {
-    assert_eq!(Drain::new().drain(Duration::ZERO).await, Ok(()));
+    assert_eq!(Drain::default().drain(Duration::ZERO).await, Ok(()));
 }
 
 /// Runs in the child; it is not a test of its own.

@@ -46,7 +46,7 @@ pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Re
     let client = client::connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
     let (admin_listen, election) = (config.admin_listen, config.election.clone());
-    let ready = Ready::new();
+    let ready = Ready::default();
     let ask = || client::cluster_uid(&client);
     let installation = admin::wait_for("installation", (admin_listen, &ready), ask).await?;
     let parts = Parts::open(settings, installation, &mut registry).await?;
@@ -61,7 +61,7 @@ pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Re
         namespace,
         ready,
         shutdown: shutdown.clone(),
-        drain: Drain::new(),
+        drain: Drain::default(),
     };
     Ok(BoundController { admin, identity, context, election, leading, parts })
 }

@@ -66,7 +66,7 @@ struct Shared {
 pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
     let mut registry = Registry::default();
     let metrics = Metrics::register(&mut registry);
-    let ready = Ready::new();
+    let ready = Ready::default();
     let mut parts = JoinSet::new();
     let reloads = metrics.reloads.clone();
     let certificate = match config.certificates {
@@ -113,7 +113,7 @@ impl BoundWebhook {
     /// should.
     pub(crate) async fn run(self, shutdown: &Shutdown) -> Result<()> {
         info!(address = %self.address, admin = %self.admin, "webhook answers");
-        let drain = Drain::new();
+        let drain = Drain::default();
         let mut parts = self.parts;
         parts.spawn(serve::accept(self.listener, self.tls, self.shared, drain.clone()));
         tokio::select! {

@@ -71,7 +71,7 @@ impl Served {
         })
         .await
         .unwrap();
-        let shutdown = Shutdown::new();
+        let shutdown = Shutdown::default();
         let (address, admin, told) = (bound.address, bound.admin, shutdown.clone());
         let room = bound.shared.room.clone();
         let ended = tokio::spawn(async move { bound.run(&told).await });
