@@ -22,7 +22,7 @@ pub use duration::{format_duration, parse_duration};
 pub use mistake::{Mistake, Mistakes};
 pub use node::Node;
 pub use output::{help, print, schema};
-pub use reader::{Origin, Printed, Reader, Setting};
+pub use reader::{Origin, Reader, Setting};
 pub use secret::Secret;
 pub use section::Section;
 pub use sources::{DEFAULT_FILE, Sources, env_name};

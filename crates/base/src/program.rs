@@ -1,10 +1,20 @@
-//! Common start of a daemon: prints its version or its settings on request, and sets its umask and limits.
+//! Common start and end of a daemon: prints its version or its settings on request, sets its umask and limits, runs it.
+
+use std::error::Error;
+use std::io;
+use std::process::ExitCode;
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
 
-use crate::config::{self, Setting};
+use tokio::runtime::Runtime;
+
+use crate::chain::chain;
+use crate::config::{self, Mistakes, Setting};
+use crate::lifecycle::{self, Shutdown};
+use crate::telemetry::{self, LogConfig};
 
 /// Description of a program, for its own output.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +45,48 @@ impl Program {
             _ => None,
         }
     }
+
+    /// Runs with these settings, and prints mistakes in them or the error. Exit codes: 0 stopped on request, 1 error,
+    /// 2 mistakes.
+    pub fn run<T, E: AsRef<dyn Error>>(
+        &self,
+        settings: Result<T, Mistakes>,
+        run: impl FnOnce(T) -> Result<(), E>,
+    ) -> ExitCode {
+        match settings.map(run) {
+            Ok(Ok(())) => ExitCode::SUCCESS,
+            Ok(Err(error)) => {
+                eprintln!("{}: {}", self.name, chain(error.as_ref()));
+                ExitCode::FAILURE
+            }
+            Err(mistakes) => {
+                eprintln!("{}: {mistakes}", self.name);
+                ExitCode::from(2)
+            }
+        }
+    }
+}
+
+/// Returns this process's arguments without its name.
+pub fn arguments() -> impl Iterator<Item = String> {
+    std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned())
+}
+
+/// Runs a daemon with its log, its limits and the shutdown of [`lifecycle::signals`]. `runtime` makes the runtime.
+pub fn run<E: From<telemetry::Error> + From<io::Error>>(
+    log: &LogConfig,
+    runtime: impl FnOnce() -> io::Result<Runtime>,
+    daemon: impl AsyncFnOnce(Shutdown) -> Result<(), E>,
+) -> Result<(), E> {
+    telemetry::init(log)?;
+    if let Err(error) = own_rights_and_limits() {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
+    let runtime = runtime()?;
+    let ended = runtime.block_on(async { daemon(lifecycle::signals()?).await });
+    // A blocking step that hangs (a netlink request, a read from a dead mount) must not keep the process alive.
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    ended
 }
 
 /// Makes new files and sockets accessible to the owner alone, also before their permissions are set, and raises the

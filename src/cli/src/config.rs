@@ -31,13 +31,11 @@ pub(crate) const USAGE: &str =
 
 /// Runs a subcommand of `peerpod config`. Mistakes go to stderr and end in exit code 1.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
-    let env = std::env::vars_os()
-        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
     let Some((action, rest)) = args.split_first() else { bail!("{USAGE}") };
     if action == "convert-caa" {
         return convert::run(rest).map(|()| ExitCode::SUCCESS);
     }
-    let sources = Sources::from_process(rest.iter().cloned(), env);
+    let sources = Sources::of_this_process(rest.iter().cloned());
     let answer = match action.as_str() {
         "check" => check(sources),
         "print" => read(sources).map(|settings| print(&settings)),
@@ -71,7 +69,7 @@ fn check(sources: Sources) -> Result<String, Mistakes> {
 fn read(sources: Sources) -> Result<Vec<Setting>, Mistakes> {
     let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
     ask(&mut reader);
-    Ok(reader.finish()?.0)
+    reader.finish()
 }
 
 fn ask(reader: &mut Reader) {

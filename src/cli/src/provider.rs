@@ -50,9 +50,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
     };
-    let env = std::env::vars_os()
-        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
-    let mut sources = Sources::from_process(words.settings.iter().cloned(), env);
+    let mut sources = Sources::of_this_process(words.settings.iter().cloned());
     sources.file = Some(words.config.clone());
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
     let node_name = format!("check-{}-{}", std::process::id(), fresh());

@@ -19,11 +19,11 @@ mod webhook;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use peerpod_base::config::{Mistakes, Printed, Reader, Setting, Sources};
-use peerpod_base::lifecycle;
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_base::program::{self, Program};
-use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_base::telemetry::LogConfig;
 use peerpod_kube::crds;
+use tokio::runtime::Runtime;
 
 use crate::controller::Settings;
 use crate::webhook::WebhookConfig;
@@ -77,7 +77,11 @@ const ROLES: [Role; 2] = [
         mine: &["webhook", "kubernetes", "log"],
         read: |reader| {
             let (config, log) = (WebhookConfig::read(reader), LogConfig::read(reader));
-            Box::new(move || run(&log, async |shutdown| webhook::build(config).await?.run(&shutdown).await))
+            Box::new(move || {
+                program::run(&log, Runtime::new, async |shutdown| {
+                    webhook::build(config).await?.run(&shutdown).await
+                })
+            })
         },
     },
     Role {
@@ -88,7 +92,7 @@ const ROLES: [Role; 2] = [
         read: |reader| {
             let (settings, log) = (Settings::read(reader), LogConfig::read(reader));
             Box::new(move || {
-                run(&log, async |shutdown| {
+                program::run(&log, Runtime::new, async |shutdown| {
                     let bound = tokio::select! {
                         bound = controller::build(settings, &shutdown) => bound?,
                         () = shutdown.wait() => return Ok(()),
@@ -101,7 +105,7 @@ const ROLES: [Role; 2] = [
 ];
 
 fn main() -> ExitCode {
-    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<String> = program::arguments().collect();
     let every = || {
         let all = ROLES.iter().flat_map(settings).map(|setting| (setting.key.clone(), setting));
         all.collect::<BTreeMap<_, _>>().into_values().collect()
@@ -112,7 +116,7 @@ fn main() -> ExitCode {
     }
     let word = words.first().map(String::as_str);
     if word == Some("crds") {
-        return end(print_crds());
+        return PROGRAM.run(Ok(()), |()| print_crds());
     }
     let Some(role) = ROLES.iter().find(|role| Some(role.name) == word) else {
         let said = word.map_or_else(|| "no role".to_owned(), |word| format!("{word:?} is no role"));
@@ -123,29 +127,11 @@ fn main() -> ExitCode {
         print!("peerpod-cluster {answer}");
         return ExitCode::SUCCESS;
     }
-    let mut sources = Sources::of_this_process();
-    // The role is no setting.
-    sources.flags.remove(0);
-    match load(role, sources) {
-        Ok((start, _)) => end(start()),
-        Err(mistakes) => {
-            eprintln!("peerpod-cluster: {mistakes}");
-            ExitCode::from(2)
-        }
-    }
+    let sources = Sources::of_this_process(words.into_iter().skip(1));
+    PROGRAM.run(load(role, sources), |(start, _)| start())
 }
 
-fn end(ended: anyhow::Result<()>) -> ExitCode {
-    match ended {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("peerpod-cluster: {}", peerpod_base::chain::chain(error.as_ref()));
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn load(role: &Role, sources: Sources) -> Result<(Start, Printed), Mistakes> {
+fn load(role: &Role, sources: Sources) -> Result<(Start, Vec<Setting>), Mistakes> {
     let others: Vec<&str> = SECTIONS.into_iter().filter(|section| !role.mine.contains(section)).collect();
     let mut reader = Reader::load(sources, role.mine, &others)?;
     let start = (role.read)(&mut reader);
@@ -154,7 +140,7 @@ fn load(role: &Role, sources: Sources) -> Result<(Start, Printed), Mistakes> {
 
 /// Returns the settings with their defaults, for `--help` alone.
 fn settings(role: &Role) -> Vec<Setting> {
-    load(role, Sources::from_process([], [])).map(|(_, printed)| printed.0).unwrap_or_default()
+    load(role, Sources::from_process([], [])).map(|(_, settings)| settings).unwrap_or_default()
 }
 
 fn print_crds() -> anyhow::Result<()> {
@@ -162,21 +148,6 @@ fn print_crds() -> anyhow::Result<()> {
         print!("---\n{}", crds::yaml(&crd)?);
     }
     Ok(())
-}
-
-fn run(
-    log: &LogConfig,
-    role: impl AsyncFnOnce(lifecycle::Shutdown) -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
-    telemetry::init(log)?;
-    if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "cannot raise the limit of open files");
-    }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let ended = runtime.block_on(async { role(lifecycle::signals()?).await });
-    // A read from a dead mount must not delay the exit.
-    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
-    ended
 }
 
 #[cfg(test)]

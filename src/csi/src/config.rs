@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::bail;
-use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_base::telemetry::LogConfig;
 use peerpod_volume::descriptor::Attach;
 
@@ -61,7 +61,7 @@ impl CsiConfig {
     ///
     /// # Errors
     /// Every mistake of all layers.
-    pub fn load(sources: Sources) -> Result<(CsiConfig, LogConfig, Printed), Mistakes> {
+    pub fn load(sources: Sources) -> Result<(CsiConfig, LogConfig, Vec<Setting>), Mistakes> {
         let mut reader = Reader::load(sources, &["csi", "paths", "cluster", "kubernetes", "log"], &OTHERS)?;
         let config = CsiConfig::read(&mut reader);
         let log = LogConfig::read(&mut reader);

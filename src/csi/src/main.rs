@@ -7,12 +7,11 @@
 use std::process::ExitCode;
 
 use peerpod_base::config::{Setting, Sources};
-use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
-use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_csi::app::{self, Role};
 use peerpod_csi::config::CsiConfig;
 use peerpod_volume::GuestVolume;
+use tokio::runtime::Builder;
 
 const PROGRAM: Program = Program {
     name: "peerpod-csi",
@@ -23,11 +22,11 @@ const PROGRAM: Program = Program {
 };
 
 fn main() -> ExitCode {
-    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+    if let Some(answer) = PROGRAM.answer(program::arguments(), settings) {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
-    let mut words = std::env::args().skip(1);
+    let mut words = program::arguments();
     let role = match words.next().as_deref() {
         Some("schema") => {
             print!("{}", schema());
@@ -41,22 +40,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let environment = std::env::vars_os()
-        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
-    let (config, log) = match CsiConfig::load(Sources::from_process(words, environment)) {
-        Ok((config, log, _)) => (config, log),
-        Err(mistakes) => {
-            eprintln!("peerpod-csi: {mistakes}");
-            return ExitCode::from(2);
-        }
-    };
-    match serve(role, &config, &log) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("peerpod-csi: {}", peerpod_base::chain::chain(error.as_ref()));
-            ExitCode::FAILURE
-        }
-    }
+    PROGRAM.run(CsiConfig::load(Sources::of_this_process(words)), |(config, log, _)| {
+        let runtime = || Builder::new_current_thread().enable_all().build();
+        program::run(&log, runtime, async |shutdown| app::run(role, &config, &shutdown).await)
+    })
 }
 
 /// Returns the JSON Schema of a volume's descriptor, as `deploy/schemas/guest-volume.json` holds it.
@@ -68,22 +55,7 @@ fn schema() -> String {
 
 /// Returns the settings with their defaults, for `--help` alone.
 fn settings() -> Vec<Setting> {
-    CsiConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
-}
-
-fn serve(role: Role, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
-    telemetry::init(log)?;
-    if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "cannot raise the limit of open files");
-    }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let ended = runtime.block_on(async {
-        let shutdown = lifecycle::signals()?;
-        app::run(role, config, &shutdown).await
-    });
-    // A hung mount must not delay the exit.
-    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
-    ended
+    CsiConfig::load(Sources::from_process([], [])).map(|(.., settings)| settings).unwrap_or_default()
 }
 
 #[cfg(test)]

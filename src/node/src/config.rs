@@ -9,7 +9,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_base::telemetry::LogConfig;
 use peerpod_podnet::mark::Owner;
 use peerpod_providers::{Context, Purpose};
@@ -218,7 +218,7 @@ impl NodeConfig {
     /// Reads all settings of this binary. Opens nothing. Fails with all mistakes of all sources together.
     pub fn load(
         sources: Sources,
-    ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
+    ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Vec<Setting>), Mistakes> {
         let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);

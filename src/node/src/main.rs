@@ -5,9 +5,8 @@ use std::process::ExitCode;
 
 use peerpod_base::chain::chain;
 use peerpod_base::config::{Setting, Sources};
-use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
-use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_base::telemetry::LogConfig;
 use peerpod_node::config::NodeConfig;
 use peerpod_node::{app, runtime};
 use peerpod_providers::Settings;
@@ -19,52 +18,34 @@ const PROGRAM: Program = Program {
 };
 
 fn main() -> ExitCode {
-    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+    if let Some(answer) = PROGRAM.answer(program::arguments(), settings) {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
-    let (config, provider, log, _) = match NodeConfig::load(Sources::of_this_process()) {
-        Ok(loaded) => loaded,
-        Err(mistakes) => {
-            eprintln!("peerpod-node: {mistakes}");
-            return ExitCode::from(2);
-        }
-    };
-    match start(config, provider, &log) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tracing::error!(error = chain(error.as_ref()), "peerpod-node ends");
-            eprintln!("peerpod-node: {}", chain(error.as_ref()));
-            ExitCode::FAILURE
-        }
-    }
+    PROGRAM.run(
+        NodeConfig::load(Sources::of_this_process(program::arguments())),
+        |(config, provider, log, _)| {
+            start(config, provider, &log)
+                .inspect_err(|error| tracing::error!(error = chain(error.as_ref()), "peerpod-node ends"))
+        },
+    )
 }
 
 /// Settings for the help text: the defaults, or nothing where the present settings have mistakes.
 fn settings() -> Vec<Setting> {
     let loaded = NodeConfig::load(Sources::from_process([], []));
-    loaded.map(|(.., printed)| printed.0).unwrap_or_default()
+    loaded.map(|(.., settings)| settings).unwrap_or_default()
 }
 
 fn start(config: NodeConfig, provider: Settings, log: &LogConfig) -> anyhow::Result<()> {
-    telemetry::init(log)?;
-    if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "cannot raise the limit of open files");
-    }
-    let runtime = runtime::new()?;
-    let ended = runtime.block_on(async {
-        let shutdown = lifecycle::signals()?;
+    program::run(log, runtime::new, async |shutdown| {
         // A signal during the start ends it as well: unfinished work is recorded in the ledger.
         let bound = tokio::select! {
             bound = app::build(config, provider, &shutdown) => bound?,
             () = shutdown.wait() => return Ok(()),
         };
-        bound.run(&shutdown).await?;
-        Ok(())
-    });
-    // A blocking step that hangs (a netlink request, a file on a dead disk) must not keep the process alive.
-    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
-    ended
+        bound.run(&shutdown).await
+    })
 }
 
 #[cfg(test)]

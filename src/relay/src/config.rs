@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_base::telemetry::LogConfig;
 
 /// Sections of the shared file that other binaries read.
@@ -108,7 +108,7 @@ impl RelayConfig {
     }
 
     /// Loads all settings of this binary. Fails with every mistake of all sources at once.
-    pub fn load(sources: Sources) -> Result<(RelayConfig, LogConfig, Printed), Mistakes> {
+    pub fn load(sources: Sources) -> Result<(RelayConfig, LogConfig, Vec<Setting>), Mistakes> {
         let mut reader = Reader::load(sources, &["paths", "relay", "log"], &OTHERS)?;
         let config = RelayConfig::read(&mut reader);
         let log = LogConfig::read(&mut reader);

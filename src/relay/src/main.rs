@@ -16,7 +16,7 @@ const PROGRAM: Program = Program {
 };
 
 fn main() -> ExitCode {
-    if let Some(answer) = PROGRAM.answer(std::env::args().skip(1), settings) {
+    if let Some(answer) = PROGRAM.answer(program::arguments(), settings) {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
@@ -32,11 +32,11 @@ fn main() -> ExitCode {
 /// Returns the default settings, for the help text; the present settings may have mistakes.
 fn settings() -> Vec<Setting> {
     let loaded = RelayConfig::load(Sources::from_process([], []));
-    loaded.map(|(_, _, printed)| printed.0).unwrap_or_default()
+    loaded.map(|(_, _, settings)| settings).unwrap_or_default()
 }
 
 fn start() -> anyhow::Result<ExitCode> {
-    let (config, log, _) = RelayConfig::load(Sources::of_this_process())?;
+    let (config, log, _) = RelayConfig::load(Sources::of_this_process(program::arguments()))?;
     telemetry::init(&log)?;
     if config.waits_when_replaced {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

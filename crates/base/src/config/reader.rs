@@ -64,16 +64,6 @@ pub struct Setting {
     pub(super) default_shown: serde_json::Value,
 }
 
-/// The settings of a configuration without mistakes, by key.
-#[derive(Clone, Debug, Default)]
-pub struct Printed(pub Vec<Setting>);
-
-impl fmt::Display for Printed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&super::print(&self.0))
-    }
-}
-
 /// Returns the values of settings. Instead of a mistake it returns the default; nothing may start before
 /// [`Reader::finish`].
 #[derive(Debug)]
@@ -265,11 +255,12 @@ impl Reader {
         self.asked.values().cloned().collect()
     }
 
-    /// Checks the whole configuration. Unknown keys are found here, so every key must have been requested before.
-    pub fn finish(mut self) -> Result<Printed, Mistakes> {
+    /// Checks the whole configuration and returns the settings by key. Unknown keys are found here, so every key must
+    /// have been requested before.
+    pub fn finish(mut self) -> Result<Vec<Setting>, Mistakes> {
         unknown::find(&mut self);
         if self.mistakes.is_empty() {
-            return Ok(Printed(self.asked.into_values().collect()));
+            return Ok(self.asked.into_values().collect());
         }
         self.mistakes.sort_by_key(|mistake| mistake.order);
         Err(Mistakes(self.mistakes))

@@ -50,9 +50,8 @@ impl Sources {
         self
     }
 
-    /// Reads this process's own arguments and environment in the same way.
-    pub fn of_this_process() -> Sources {
-        let args = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
+    /// Parses arguments in the same way, with this process's own environment.
+    pub fn of_this_process(args: impl IntoIterator<Item = String>) -> Sources {
         let env = std::env::vars_os()
             .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
         Sources::from_process(args, env)

@@ -67,7 +67,7 @@ fn flags_override_the_environment_and_it_overrides_the_file() {
     );
     let (lease, port, ..) = ask(&mut r);
     assert_eq!((lease, port), (Duration::from_secs(180), 2));
-    let printed = r.finish().unwrap().0;
+    let printed = r.finish().unwrap();
     let origin = |key: &str| printed.iter().find(|s| s.key == key).map(|s| s.origin.to_string()).unwrap();
     assert_eq!(origin("node.lease"), "--node.lease");
     assert_eq!(origin("tunnel.port"), "PEERPOD_TUNNEL_PORT");
@@ -346,7 +346,7 @@ fn printed_settings_read_back_as_the_same_configuration() {
     let mut r =
         reader(None, &[("PEERPOD_NODE_NAMES", "a: b,# c"), ("PEERPOD_PROVIDER_FAKE_TOKEN", "s3")], &[]);
     let asked = ask(&mut r);
-    let text = r.finish().unwrap().to_string();
+    let text = print(&r.finish().unwrap());
     assert!(text.contains("  # token: (set)  # PEERPOD_PROVIDER_FAKE_TOKEN"), "{text}");
     let file = Temp::new(&text);
     let mut again = reader(Some(&file), &[], &[]);
