@@ -72,9 +72,10 @@ impl Scheduler {
         E: From<Error> + AsRef<Error>,
         F: Future<Output = Result<T, E>>,
     {
+        let action = [("action", call.action)];
         loop {
             let permit = self.turn(call).await?;
-            self.metrics.called(call.action);
+            self.metrics.calls.get_or_create(&action).inc();
             let permit = permit.sent();
             let answer = tokio::time::timeout_at(call.deadline, ask()).await.map_err(|_| {
                 Error::transient(format!(
@@ -84,7 +85,7 @@ impl Scheduler {
             })?;
             if let Err(Error::Throttled { after, text }) = answer.as_ref().map_err(AsRef::<Error>::as_ref) {
                 permit.throttled(*after);
-                self.metrics.throttled(call.action);
+                self.metrics.throttles.get_or_create(&action).inc();
                 tracing::debug!(action = call.action, what = call.what, ?after, "throttled: {text}");
             } else {
                 permit.answered();
@@ -98,9 +99,10 @@ impl Scheduler {
         let (bucket, limits) = self.table.bucket(call.action);
         let start = Instant::now();
         let turn = self.queues.turn(bucket, limits, call.owner, call.deadline).await;
-        self.metrics.waited(call.action, start.elapsed());
+        let action = [("action", call.action)];
+        self.metrics.waits.get_or_create(&action).observe(start.elapsed().as_secs_f64());
         turn.map_err(|refusal| {
-            self.metrics.refused(call.action);
+            self.metrics.refusals.get_or_create(&action).inc();
             no_turn(call, limits, start, &refusal)
         })
     }

@@ -37,26 +37,26 @@ pub struct Mark {
     pub why: String,
 }
 
+impl Mark {
+    fn is_standing(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.at) < STANDS
+    }
+}
+
 /// Marks of one account.
 #[derive(Debug, Clone)]
 pub struct Marks {
-    stands: Duration,
     most: usize,
     marks: HashMap<Key, Mark>,
 }
 
 impl Default for Marks {
     fn default() -> Marks {
-        Marks::new(STANDS, MOST)
+        Marks { most: MOST, marks: HashMap::new() }
     }
 }
 
 impl Marks {
-    /// Returns an empty set of at most `most` marks (at least one) with this lifetime.
-    pub fn new(stands: Duration, most: usize) -> Marks {
-        Marks { stands, most: most.max(1), marks: HashMap::new() }
-    }
-
     /// Marks this type in this zone on this market as exhausted, for all subnets.
     pub fn offering(&mut self, offering: &Offering, why: &str, now: Instant) {
         self.mark(key(offering.market, &offering.machine, &offering.zone), why, now);
@@ -90,17 +90,12 @@ impl Marks {
             Some(Key::Market(market)),
         ];
         let found = keys.into_iter().flatten().filter_map(|key| self.marks.get(&key));
-        found.filter(|mark| self.is_standing(mark, now)).max_by_key(|mark| mark.at)
-    }
-
-    fn is_standing(&self, mark: &Mark, now: Instant) -> bool {
-        now.saturating_duration_since(mark.at) < self.stands
+        found.filter(|mark| mark.is_standing(now)).max_by_key(|mark| mark.at)
     }
 
     fn mark(&mut self, key: Key, why: &str, now: Instant) {
         if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
-            let stands = self.stands;
-            self.marks.retain(|_, mark| now.saturating_duration_since(mark.at) < stands);
+            self.marks.retain(|_, mark| mark.is_standing(now));
         }
         if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
             let oldest = self.marks.iter().min_by_key(|(_, mark)| mark.at).map(|(key, _)| key.clone());
@@ -149,7 +144,7 @@ mod tests {
 
     #[test]
     fn marks_are_bounded_and_the_oldest_goes_first() {
-        let (mut marks, start) = (Marks::new(STANDS, 10), Instant::now());
+        let (mut marks, start) = (Marks { most: 10, ..Marks::default() }, Instant::now());
         for number in 0..100 {
             let now = start + Duration::from_millis(number);
             marks.offering(&offering(&format!("m{number}"), "a", Market::Spot), &"x".repeat(9999), now);

@@ -1,25 +1,20 @@
 //! Metrics of calls, waits and throttle replies by action. Labels are the provider's own constants, never from a
 //! request.
 
-use std::time::Duration;
-
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct Action {
-    action: &'static str,
-}
+/// The label `action`.
+pub(super) type Action = [(&'static str, &'static str); 1];
 
 #[derive(Clone)]
 pub(super) struct ApiCallMetrics {
-    calls: Family<Action, Counter>,
-    throttles: Family<Action, Counter>,
-    refusals: Family<Action, Counter>,
-    waits: Family<Action, Histogram, fn() -> Histogram>,
+    pub(super) calls: Family<Action, Counter>,
+    pub(super) throttles: Family<Action, Counter>,
+    pub(super) refusals: Family<Action, Counter>,
+    pub(super) waits: Family<Action, Histogram, fn() -> Histogram>,
 }
 
 impl Default for ApiCallMetrics {
@@ -46,22 +41,6 @@ impl ApiCallMetrics {
         let help = "How long API calls waited for their turn, in seconds";
         registry.register("peerpod_cloud_call_wait_seconds", help, self.waits.clone());
     }
-
-    pub(super) fn called(&self, action: &'static str) {
-        self.calls.get_or_create(&Action { action }).inc();
-    }
-
-    pub(super) fn throttled(&self, action: &'static str) {
-        self.throttles.get_or_create(&Action { action }).inc();
-    }
-
-    pub(super) fn refused(&self, action: &'static str) {
-        self.refusals.get_or_create(&Action { action }).inc();
-    }
-
-    pub(super) fn waited(&self, action: &'static str, time: Duration) {
-        self.waits.get_or_create(&Action { action }).observe(time.as_secs_f64());
-    }
 }
 
 #[cfg(test)]
@@ -75,10 +54,10 @@ mod tests {
         let mut registry = Registry::default();
         let metrics = ApiCallMetrics::default();
         metrics.register(&mut registry);
-        metrics.called("x");
-        metrics.throttled("x");
-        metrics.refused("x");
-        metrics.waited("x", Duration::ZERO);
+        for counter in [&metrics.calls, &metrics.throttles, &metrics.refusals] {
+            counter.get_or_create(&[("action", "x")]).inc();
+        }
+        metrics.waits.get_or_create(&[("action", "x")]).observe(0.0);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "cloud", &text).unwrap();
     }

@@ -25,15 +25,9 @@ impl BucketLimits {
 /// Buckets of an account. An action uses the first bucket that names it, otherwise the bucket for all others.
 #[derive(Debug, Clone)]
 pub struct Table {
-    rows: Vec<Row>,
+    /// Name, actions and limits of each bucket.
+    rows: Vec<(&'static str, Vec<&'static str>, BucketLimits)>,
     other: BucketLimits,
-}
-
-#[derive(Debug, Clone)]
-struct Row {
-    bucket: &'static str,
-    actions: Vec<&'static str>,
-    limits: BucketLimits,
 }
 
 /// Name of the bucket for actions that no row names.
@@ -48,19 +42,18 @@ impl Table {
     /// Adds a bucket shared by these actions; `Describe*` means every action with that prefix.
     #[must_use]
     pub fn with(mut self, bucket: &'static str, actions: &[&'static str], limits: BucketLimits) -> Table {
-        self.rows.push(Row { bucket, actions: actions.to_vec(), limits });
+        self.rows.push((bucket, actions.to_vec(), limits));
         self
     }
 
     /// Returns the bucket of this action.
     pub fn bucket(&self, action: &str) -> (&'static str, &BucketLimits) {
-        let named = |row: &&Row| {
-            row.actions.iter().any(|one| match one.strip_suffix('*') {
-                Some(start) => action.starts_with(start),
-                None => *one == action,
-            })
+        let is_named = |one: &&str| match one.strip_suffix('*') {
+            Some(start) => action.starts_with(start),
+            None => *one == action,
         };
-        self.rows.iter().find(named).map_or((OTHER, &self.other), |row| (row.bucket, &row.limits))
+        let row = self.rows.iter().find(|(_, actions, _)| actions.iter().any(is_named));
+        row.map_or((OTHER, &self.other), |(bucket, _, limits)| (*bucket, limits))
     }
 }
 
