@@ -13,6 +13,7 @@ use kube::runtime::controller::{self, Action, Config};
 use kube::runtime::{Controller as Runtime, watcher};
 use kube::{Api, Client, Resource, ResourceExt};
 use parking_lot::Mutex;
+use peerpod_common::backoff::Backoff;
 use peerpod_kube::client::{explain, within};
 use peerpod_kube::crds::PeerpodVolume;
 use peerpod_kube::lease::{Election, ElectionConfig, Standing, Term};
@@ -39,9 +40,10 @@ use crate::{drivers, optin};
 const ATTACH_WITHIN: Duration = Duration::from_secs(180);
 /// Objects processed at once.
 const CONCURRENCY: u16 = 16;
-/// Half of the pause after the first failure. Each further failure doubles the pause, up to the longest.
-const RETRY: Duration = Duration::from_millis(500);
-const LONGEST_RETRY: Duration = Duration::from_secs(60);
+/// Pauses after the failures of an object.
+const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+/// Interval for another question for the driver's name.
+const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// Interval for another check of a deleted object until its node marks it as released.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
@@ -52,8 +54,8 @@ struct Context {
     leases: Api<Lease>,
     metrics: CsiMetrics,
     term: Term,
-    /// Failures in a row, by the object's namespace and name.
-    failures: Mutex<HashMap<(String, String), u32>>,
+    /// Pauses of failed objects, by namespace and name.
+    failures: Mutex<HashMap<(String, String), Backoff>>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -77,7 +79,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>,
                 Ok(name) => break name.to_owned(),
                 Err(why) => warn!(error = %why, "waiting for the CSI driver"),
             }
-            tokio::time::sleep(RETRY * 4).await;
+            tokio::time::sleep(ASK_AGAIN).await;
         };
         let identity = std::env::var("POD_NAME")
             .or_else(|_| std::env::var("HOSTNAME"))
@@ -167,13 +169,7 @@ async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<
 fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Action {
     let name = object.name_any();
     context.metrics.retries.inc();
-    let count = {
-        let mut failures = context.failures.lock();
-        let count = failures.entry(key(&object)).or_default();
-        *count = (*count + 1).min(10);
-        *count
-    };
-    let pause = (RETRY * 2_u32.pow(count)).min(LONGEST_RETRY);
+    let pause = context.failures.lock().entry(key(&object)).or_insert(RETRY).pause();
     warn!(object = name, error = %why, ?pause, "tried again");
     Action::requeue(pause)
 }
