@@ -22,7 +22,7 @@ pub mod external;
 pub mod gc;
 pub mod guest;
 pub mod inspect;
-pub(crate) mod link;
+pub mod link;
 pub mod localhost;
 pub mod mark;
 pub mod metadata;
@@ -127,7 +127,8 @@ impl Error {
         Error::Plan(why.to_string())
     }
 
-    pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
+    /// Returns the function that adds the failed operation and its object to the kernel's refusal.
+    pub fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
         let attempt = attempt.into();
         move |source| Error::Kernel { attempt, source }
     }

@@ -17,13 +17,16 @@ use rtnetlink::{LinkMessageBuilder, LinkUnspec, LinkVxlan, RouteMessageBuilder};
 use super::Error;
 use super::netlink::{self, Client};
 
+/// Network device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Link {
-    pub(crate) index: u32,
+pub struct Link {
+    /// Its index.
+    pub index: u32,
     pub(crate) name: String,
     /// The hardware address; `None` for a device that is not Ethernet.
-    pub(crate) mac: Option<[u8; 6]>,
-    pub(crate) mtu: u32,
+    pub mac: Option<[u8; 6]>,
+    /// Its MTU, in bytes.
+    pub mtu: u32,
     pub(crate) tx_queue_len: Option<u32>,
     pub(crate) up: bool,
     pub(crate) loopback: bool,
@@ -64,7 +67,8 @@ impl Vxlan {
     }
 }
 
-pub(crate) fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
+/// Returns the device of this name.
+pub fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
     one(client, LinkUnspec::new_with_name(name))
 }
 

@@ -174,7 +174,7 @@ impl Shared {
             let made = wanted.into_iter().flatten().try_for_each(|one| network::ensure_bridge(&config, one));
             made.map_err(|error| match error {
                 network::Error::Foreign(_) => Error::invalid(error.to_string()),
-                network::Error::Netlink { .. } => Error::transient(error.to_string()),
+                network::Error::Netlink(_) => Error::transient(error.to_string()),
             })
         })
         .await;

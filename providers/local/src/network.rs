@@ -8,9 +8,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::AddressHeaderFlags;
-use netlink_packet_route::link::{InfoData, InfoVeth, LinkAttribute};
+use netlink_packet_route::link::{InfoData, InfoVeth};
 use netlink_packet_route::route::RouteProtocol;
 use nix::errno::Errno;
+use peerpod_podnet::link::{self, Link};
 use peerpod_podnet::netlink::{Client, Error as NetlinkError};
 use rtnetlink::{AddressMessageBuilder, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use sha2::{Digest, Sha256};
@@ -25,14 +26,14 @@ const SECOND_METRIC: u32 = 4000;
 /// Failed step and its cause.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    #[error("{attempt}: {source}")]
-    Netlink { attempt: String, source: NetlinkError },
+    #[error(transparent)]
+    Netlink(#[from] peerpod_podnet::Error),
     #[error("bridge {0} exists and is not ours; delete it")]
     Foreign(String),
 }
 
 fn at<T>(attempt: impl FnOnce() -> String, result: Result<T, NetlinkError>) -> Result<T, Error> {
-    result.map_err(|source| Error::Netlink { attempt: attempt(), source })
+    Ok(result.map_err(|source| peerpod_podnet::Error::kernel(attempt())(source))?)
 }
 
 /// Opens a netlink socket in the namespace of the calling thread.
@@ -56,10 +57,12 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
     let made = client.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(bridge.build()));
     at(|| format!("make bridge {name}"), found(made, Errno::EEXIST))?;
     let Some(bridge) = inspect(&mut client, name)? else {
-        let source = NetlinkError::Garbled("it is not there".to_owned());
-        return Err(Error::Netlink { attempt: format!("find bridge {name}"), source });
+        return at(
+            || format!("find bridge {name}"),
+            Err(NetlinkError::Garbled("it is not there".to_owned())),
+        );
     };
-    if bridge.mac != mac {
+    if bridge.mac != Some(mac) {
         return Err(Error::Foreign(name.clone()));
     }
     if bridge.mtu != config.mtu {
@@ -85,7 +88,7 @@ pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(Ip
 pub(crate) fn remove_bridge(name: &str) -> Result<(), Error> {
     let mut client = client()?;
     match inspect(&mut client, name)? {
-        Some(bridge) if bridge.mac == bridge_mac(name) => remove(&mut client, name),
+        Some(bridge) if bridge.mac == Some(bridge_mac(name)) => remove(&mut client, name),
         _ => Ok(()),
     }
 }
@@ -163,27 +166,8 @@ pub(crate) fn configure(nics: &[Nic]) -> Result<(), Error> {
     Ok(())
 }
 
-struct Link {
-    index: u32,
-    mtu: u32,
-    mac: Vec<u8>,
-}
-
 fn inspect(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
-    let answer = match client.ask(RouteNetlinkMessage::GetLink(LinkUnspec::new_with_name(name).build())) {
-        Err(error) if error.is_gone() => return Ok(None),
-        other => at(|| format!("look for link {name}"), other)?,
-    };
-    let RouteNetlinkMessage::NewLink(link) = answer else { return Ok(None) };
-    let mut found = Link { index: link.header.index, mtu: 0, mac: Vec::new() };
-    for attribute in link.attributes {
-        match attribute {
-            LinkAttribute::Address(mac) => found.mac = mac,
-            LinkAttribute::Mtu(mtu) => found.mtu = mtu,
-            _ => {}
-        }
-    }
-    Ok(Some(found))
+    at(|| format!("look for link {name}"), link::by_name(client, name))
 }
 
 /// Returns the MAC address of a bridge. It is locally administered and derived from the name, and identifies the
