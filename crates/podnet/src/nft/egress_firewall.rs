@@ -15,7 +15,7 @@
 //!
 //! One transaction makes the whole table and replaces an existing one. Touches only its own table.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use netlink_packet_netfilter::nftables::{
     Cmp, DataAttribute, Expressions, Immediate, InetHookNumber, MetaKey, Operator, Register, Verdict,
@@ -28,6 +28,7 @@ use super::parts::{
 };
 use crate::Error;
 use crate::netlink::Client;
+use crate::underlay::network;
 
 const TABLE: Table<'_> = Table("peerpod-external");
 const PRIORITY_FILTER: i32 = 0;
@@ -139,15 +140,8 @@ fn named(key: MetaKey, name: &str) -> Vec<Expressions> {
 /// `daddr PREFIX`
 fn destination((address, prefix): Prefix) -> Vec<Expressions> {
     let family = Family::of(address);
-    let (_, length) = family.destination();
-    let mask: Vec<u8> = (0..length)
-        .map(|byte| {
-            let bits = u32::from(prefix).saturating_sub(byte * 8).min(8);
-            // The upper `bits` of a byte.
-            0xff_u16.checked_shl(8 - bits).unwrap_or(0).to_be_bytes()[1]
-        })
-        .collect();
-    let wanted = octets(address).iter().zip(&mask).map(|(a, m)| a & m).collect();
+    let ones = if address.is_ipv6() { [0xff; 16].into() } else { Ipv4Addr::BROADCAST.into() };
+    let [mask, wanted] = [ones, address].map(|of| octets(network(of, prefix).0));
     let mut what = family.expressions();
     what.extend([family.load(Family::destination), masked(mask), equals(wanted)]);
     what
