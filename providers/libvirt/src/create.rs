@@ -271,7 +271,7 @@ impl Creation<'_> {
                 pool.name
             ))
         })?;
-        let (bytes, _) = self.libvirt.volume_sizes(&volume).await?;
+        let (_, bytes, _) = self.libvirt.volume_sizes(&volume).await?;
         Ok((self.libvirt.volume_path(&volume).await?, format, bytes))
     }
 

@@ -129,7 +129,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
     let prefix = crate::marks::prefix(&shared.owner);
     let before: Vec<Uuid> = shared.lives.lock().running.iter().copied().collect();
     let domains: Vec<Domain> =
-        libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
+        libvirt.domains().await?.0.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
     for domain in &domains {
         let Some(state) = unless_absent(libvirt.state(domain).await)? else { continue };
         if state.is_on() && !is_trial(domain) {

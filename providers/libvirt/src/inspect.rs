@@ -39,7 +39,7 @@ impl Shared {
     pub(crate) async fn list(&self) -> Result<Vec<Owned>, RpcError> {
         let libvirt = self.link.get().await?;
         let prefix = crate::marks::prefix(&self.owner);
-        let domains = libvirt.domains().await?;
+        let domains = libvirt.domains().await?.0;
         let ours = domains.iter().filter(|domain| domain.name.starts_with(&prefix));
         let looks = ours.map(|domain| self.inspect(&libvirt, domain));
         Ok(try_join_all(looks).await?.into_iter().flatten().collect())
@@ -142,7 +142,7 @@ impl Shared {
         let pool = libvirt.pool(&self.config.pool).await?;
         let name = format!("{}{CONSOLE}", domain.name);
         let Some(volume) = libvirt.volume(&pool, &name).await? else { return Ok(Vec::new()) };
-        let (written, _) = libvirt.volume_sizes(&volume).await?;
+        let (_, written, _) = libvirt.volume_sizes(&volume).await?;
         let length = written.min(limit as u64);
         if length == 0 || !self.is_real() {
             return Ok(Vec::new());
@@ -159,7 +159,7 @@ impl Shared {
         let (arch, cpus, memory) = (&host.arch, host.cpus, host.memory_kib >> 20);
         found.facts.push(format!("libvirt {version}, {driver}, on {arch} with {cpus} CPUs and {memory} GiB"));
         let pool = libvirt.pool(&self.config.pool).await?;
-        let (state, free) = libvirt.pool_info(&pool).await?;
+        let (state, .., free) = libvirt.pool_info(&pool).await?;
         if state != 2 {
             let name = &pool.name;
             let text = format!("storage pool {name} is not active; start it: virsh pool-start {name}");
@@ -209,7 +209,7 @@ impl Shared {
     ) -> Result<Vec<IpAddr>, Error> {
         let about = |error: RpcError| Error::from(error).during(format_args!("network {name}"));
         let network = libvirt.network(name).await.map_err(about)?;
-        if !libvirt.network_is_active(&network).await.map_err(about)? {
+        if libvirt.network_is_active(&network).await.map_err(about)? != 1 {
             let text = format!("network {name} is not active; start it: virsh net-start {name}");
             return Err(Error::invalid(text));
         }

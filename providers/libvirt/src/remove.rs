@@ -113,8 +113,8 @@ impl Shared {
         }
         libvirt.refresh(&pool).await?;
         // The order matters: a file that is listed has a domain from before it was made until after it is gone.
-        let volumes = libvirt.volumes(&pool).await?;
-        let domains = libvirt.domains().await?;
+        let volumes = libvirt.volumes(&pool).await?.0;
+        let domains = libvirt.domains().await?.0;
         let prefix = crate::marks::prefix(&self.owner);
         let mut removed = 0;
         let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();

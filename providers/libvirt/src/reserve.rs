@@ -157,7 +157,7 @@ impl Shared {
         }
         let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };
         // The order matters: an entry that is listed has a domain from before it was made until after it is gone.
-        let domains = libvirt.domains().await?;
+        let domains = libvirt.domains().await?.0;
         let prefix = crate::marks::prefix(&self.owner);
         let mut removed = 0;
         for host in &dhcp.hosts {
@@ -178,7 +178,7 @@ async fn inspect(libvirt: &Connection, network: &str) -> Result<Option<(Named, D
         other => other?,
     };
     // A network that is not started shows its configuration, which contains no reservations.
-    if !libvirt.network_is_active(&network).await? {
+    if libvirt.network_is_active(&network).await? != 1 {
         return Ok(None);
     }
     Ok(Dhcp::read(&libvirt.network_xml(&network).await?).map(|dhcp| (network, dhcp)))

@@ -174,7 +174,7 @@ impl Upload<'_> {
             if self.libvirt.volume(self.pool, self.mark).await?.is_some() {
                 return Ok(volume);
             }
-            let (_, allocation) = self.libvirt.volume_sizes(&volume).await?;
+            let (.., allocation) = self.libvirt.volume_sizes(&volume).await?;
             match growth {
                 Some((before, since)) if before == allocation && since.elapsed() > STALLED => {
                     tracing::warn!(name = self.name, "an unfinished upload starts again");

@@ -63,7 +63,7 @@ impl Shared {
         let there = Disks::of(&libvirt, &domain).await?;
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
         let size = self.size_of(&libvirt, &disk, bytes).await?;
-        let (seen, kept_in) = match libvirt.disk_sizes(&domain, target).await {
+        let (_, seen, kept_in) = match libvirt.disk_sizes(&domain, target).await {
             // A driver without disk sizes runs no guest that could see them.
             Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
             sizes => sizes?,
@@ -85,7 +85,7 @@ impl Shared {
             DiskSource::Volume { pool, name } if disk.format == "raw" => {
                 let pool = libvirt.pool(pool).await?;
                 match libvirt.volume(&pool, name).await? {
-                    Some(volume) => Ok(libvirt.volume_sizes(&volume).await?.0),
+                    Some(volume) => Ok(libvirt.volume_sizes(&volume).await?.1),
                     None => Ok(bytes),
                 }
             }

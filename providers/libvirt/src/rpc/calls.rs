@@ -28,18 +28,12 @@ const SUPPORTS_FEATURE: i32 = 60;
 const AUTH_LIST: i32 = 66;
 const AUTH_POLKIT: i32 = 70;
 const POOL_REFRESH: i32 = 83;
-const POOL_GET_INFO: i32 = 87;
 const VOL_DELETE: i32 = 94;
 const VOL_LOOKUP_BY_NAME: i32 = 95;
-const VOL_GET_INFO: i32 = 98;
-const NETWORK_IS_ACTIVE: i32 = 152;
-const DOMAIN_GET_BLOCK_INFO: i32 = 194;
 const VOL_UPLOAD: i32 = 208;
 const VOL_DOWNLOAD: i32 = 209;
 const DOMAIN_UNDEFINE_FLAGS: i32 = 231;
 const DOMAIN_GET_METADATA: i32 = 265;
-const LIST_ALL_DOMAINS: i32 = 273;
-const POOL_LIST_ALL_VOLUMES: i32 = 282;
 const NETWORK_UPDATE: i32 = 291;
 const EVENT_REGISTER: i32 = 316;
 const NETWORK_GET_DHCP_LEASES: i32 = 341;
@@ -198,6 +192,7 @@ calls! {
     /// Returns the hypervisor's capabilities for this machine type and kind of domain, as XML.
     GET_DOMAIN_CAPABILITIES = 342: domain_capabilities(machine: &str, kind: &str) -> String =
         (NONE, NONE, Some(machine), Some(kind), 0);
+    LIST_ALL_DOMAINS = 273: domains() -> List<Domain, LIST> = (1, 0);
     /// Defines a domain, without starting it.
     DOMAIN_DEFINE_XML = 11: define(xml: &str) -> Domain = xml;
     /// Starts a domain that is removed when it ends, or when this connection closes.
@@ -216,15 +211,25 @@ calls! {
     /// Sets the size of a running domain's disk, in bytes. A file of another length is changed to this length.
     DOMAIN_BLOCK_RESIZE = 251: resize_disk(domain: &Domain, disk: &str, bytes: u64) -> () =
         (domain, disk, bytes, BYTES);
+    /// Returns three sizes of a running domain's disk, in bytes: the allocated part, as the guest sees it, and of its
+    /// storage. `disk` is the disk's target.
+    DOMAIN_GET_BLOCK_INFO = 194: disk_sizes(domain: &Domain, disk: &str) -> (u64, u64, u64) = (domain, disk, 0);
     ATTACH_DEVICE = 160: attach(domain: &Domain, xml: &str) -> () = (domain, xml, LIVE);
     /// Asks a running domain to release a device. An event reports the release.
     DETACH_DEVICE = 161: detach(domain: &Domain, xml: &str) -> () = (domain, xml, LIVE);
     NETWORK_LOOKUP_BY_NAME = 46: network(name: &str) -> Named = name;
     NETWORK_GET_XML_DESC = 43: network_xml(network: &Named) -> String = (network, 0);
+    /// Returns 1 for an active network.
+    NETWORK_IS_ACTIVE = 152: network_is_active(network: &Named) -> i32 = network;
     POOL_LOOKUP_BY_NAME = 84: pool(name: &str) -> Named = name;
     POOL_GET_XML_DESC = 88: pool_xml(pool: &Named) -> String = (pool, 0);
+    /// Returns the pool's state (2 is running), and its size, its allocated and its free bytes.
+    POOL_GET_INFO = 87: pool_info(pool: &Named) -> (u32, u64, u64, u64) = pool;
+    POOL_LIST_ALL_VOLUMES = 282: volumes(pool: &Named) -> List<Volume, LIST> = (pool, 1, 0);
     VOL_CREATE_XML = 93: create_volume(pool: &Named, xml: &str) -> Volume = (pool, xml, 0);
     VOL_GET_XML_DESC = 99: volume_xml(volume: &Volume) -> String = (volume, 0);
+    /// Returns the volume's kind, its capacity, and the allocated part of it, in bytes.
+    VOL_GET_INFO = 98: volume_sizes(volume: &Volume) -> (i32, u64, u64) = volume;
     /// Returns the volume's path on the host.
     VOL_GET_PATH = 100: volume_path(volume: &Volume) -> String = volume;
 }
@@ -277,11 +282,6 @@ impl Connection {
         unless_absent(self.ask(DOMAIN_LOOKUP_BY_UUID, uuid).await)
     }
 
-    pub(crate) async fn domains(&self) -> Result<Vec<Domain>, RpcError> {
-        let domains: List<Domain, LIST> = self.ask(LIST_ALL_DOMAINS, (1, 0)).await?;
-        Ok(domains.0)
-    }
-
     /// Removes a domain's definition, with all data that libvirt keeps for it.
     pub(crate) async fn undefine(&self, domain: &Domain) -> Result<(), RpcError> {
         let undefined = self.ask(DOMAIN_UNDEFINE_FLAGS, (domain, UNDEFINE_ALL)).await;
@@ -302,14 +302,6 @@ impl Connection {
         }
     }
 
-    /// Returns two sizes of a running domain's disk, in bytes: as the guest sees it, and of its storage. `disk` is the
-    /// disk's target.
-    pub(crate) async fn disk_sizes(&self, domain: &Domain, disk: &str) -> Result<(u64, u64), RpcError> {
-        let (_allocation, seen, kept_in): (u64, _, _) =
-            self.ask(DOMAIN_GET_BLOCK_INFO, (domain, disk, 0)).await?;
-        Ok((seen, kept_in))
-    }
-
     /// Returns the domain's addresses that this source knows.
     pub(crate) async fn addresses(
         &self,
@@ -324,10 +316,6 @@ impl Connection {
             addresses.0.into_iter().map(address)
         });
         Ok(addresses.collect())
-    }
-
-    pub(crate) async fn network_is_active(&self, network: &Named) -> Result<bool, RpcError> {
-        Ok(self.ask::<i32>(NETWORK_IS_ACTIVE, network).await? == 1)
     }
 
     /// Returns the unexpired leases of the network's own DHCP server.
@@ -359,13 +347,6 @@ impl Connection {
         self.ask(NETWORK_UPDATE, (network, first, second, parent, xml, LIVE)).await
     }
 
-    /// Returns the pool's state (2 is running) and its free bytes.
-    pub(crate) async fn pool_info(&self, pool: &Named) -> Result<(u32, u64), RpcError> {
-        let (state, _capacity, _allocation, available): (_, u64, u64, _) =
-            self.ask(POOL_GET_INFO, pool).await?;
-        Ok((state, available))
-    }
-
     /// Makes libvirtd scan the pool's folder. The time grows with the pool. libvirtd refuses while a disk is made or
     /// removed there; the call is then repeated for at most `BUSY_POOL`.
     pub(crate) async fn refresh(&self, pool: &Named) -> Result<(), RpcError> {
@@ -378,11 +359,6 @@ impl Connection {
             }
             sleep(Duration::from_millis(50)).await;
         }
-    }
-
-    pub(crate) async fn volumes(&self, pool: &Named) -> Result<Vec<Volume>, RpcError> {
-        let volumes: List<Volume, LIST> = self.ask(POOL_LIST_ALL_VOLUMES, (pool, 1, 0)).await?;
-        Ok(volumes.0)
     }
 
     /// Returns the volume with this name; `None`: the pool does not know it.
@@ -403,12 +379,6 @@ impl Connection {
     /// Deletes a volume. Succeeds also if it does not exist.
     pub(crate) async fn delete_volume(&self, volume: &Volume) -> Result<(), RpcError> {
         unless_absent(self.ask::<()>(VOL_DELETE, (volume, 0)).await).map(drop)
-    }
-
-    /// Returns the volume's capacity, and the allocated part of it, in bytes.
-    pub(crate) async fn volume_sizes(&self, volume: &Volume) -> Result<(u64, u64), RpcError> {
-        let (_kind, capacity, allocation): (i32, _, _) = self.ask(VOL_GET_INFO, volume).await?;
-        Ok((capacity, allocation))
     }
 
     /// Writes the volume from its beginning.
