@@ -12,7 +12,6 @@ mod node;
 mod output;
 mod reader;
 mod secret;
-mod section;
 mod sources;
 mod suggest;
 mod unknown;
@@ -24,7 +23,6 @@ pub use node::Node;
 pub use output::{help, print, schema};
 pub use reader::{Origin, Reader, Setting};
 pub use secret::Secret;
-pub use section::Section;
 pub use sources::{DEFAULT_FILE, Sources, env_name};
 pub use value::{Bad, Value};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use peerpod_base::config::{Reader, Secret, Section};
+use peerpod_base::config::{Reader, Secret};
 use peerpod_provider_api::Market;
 
 /// Prefix of the tags that the provider sets itself.
@@ -141,60 +141,61 @@ impl AwsConfig {
     /// Reads `provider.aws.*`. The reader collects the mistakes. A process that does not create (the cluster's
     /// controller) needs credentials and a region, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> AwsConfig {
-        let section = &mut reader.section("provider.aws");
-        let (instance_type, instance_types) = types(section);
-        let help = "name or id of your own launch template; without it Peerpod makes one";
-        let launch_template: Option<String> = section.optional("launch-template", help);
-        let (tenancy, launch) = launch(section, launch_template.is_some());
-        let plain: bool = section.get("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
-        let batch = section.constant("batch", "BATCH", BATCH);
-        AwsConfig {
-            creates,
-            region: section.optional(
-                "region",
-                "region of the VMs; default: the region of the environment, the profile or the node",
-            ),
-            endpoint: endpoint(section),
-            credentials: credentials(section),
-            arch: arch(section),
-            image: image(section, launch_template.is_some() || !creates),
-            subnet_ids: ids(
-                section,
-                "subnet-ids",
-                "subnet-",
-                "subnets of the VMs, the preferred first; default: the node's subnet",
-            ),
-            security_group_ids: security_groups(section),
-            second_subnet_ids: ids(
-                section,
-                "second-subnet-ids",
-                "subnet-",
-                "subnets of a pod's second NIC, one per zone; without them no pod gets one",
-            ),
-            use_public_ip: section.get(
-                "use-public-ip",
-                "false",
-                "give VMs a public address and use it; only where the node cannot reach them otherwise",
-            ),
-            key_name: section.optional("key-name", "SSH key pair of the VMs; default: none"),
-            instance_profile: section.optional(
-                "instance-profile",
-                "instance profile (name or ARN) that pods may use; default: none",
-            ),
-            confidential: !plain,
-            markets: markets(section),
-            prices: prices(section, &instance_types),
-            root: RootDisk::read(section),
-            tags: tags(section),
-            spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
-            batch: if launch == Launch::Fleet { batch } else { 0 },
-            call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
-            instance_types,
-            instance_type,
-            launch_template,
-            launch,
-            tenancy,
-        }
+        reader.section("provider.aws", |section| {
+            let (instance_type, instance_types) = types(section);
+            let help = "name or id of your own launch template; without it Peerpod makes one";
+            let launch_template: Option<String> = section.optional("launch-template", help);
+            let (tenancy, launch) = launch(section, launch_template.is_some());
+            let plain: bool = section.get("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
+            let batch = section.constant("batch", "BATCH", BATCH);
+            AwsConfig {
+                creates,
+                region: section.optional(
+                    "region",
+                    "region of the VMs; default: the region of the environment, the profile or the node",
+                ),
+                endpoint: endpoint(section),
+                credentials: credentials(section),
+                arch: arch(section),
+                image: image(section, launch_template.is_some() || !creates),
+                subnet_ids: ids(
+                    section,
+                    "subnet-ids",
+                    "subnet-",
+                    "subnets of the VMs, the preferred first; default: the node's subnet",
+                ),
+                security_group_ids: security_groups(section),
+                second_subnet_ids: ids(
+                    section,
+                    "second-subnet-ids",
+                    "subnet-",
+                    "subnets of a pod's second NIC, one per zone; without them no pod gets one",
+                ),
+                use_public_ip: section.get(
+                    "use-public-ip",
+                    "false",
+                    "give VMs a public address and use it; only where the node cannot reach them otherwise",
+                ),
+                key_name: section.optional("key-name", "SSH key pair of the VMs; default: none"),
+                instance_profile: section.optional(
+                    "instance-profile",
+                    "instance profile (name or ARN) that pods may use; default: none",
+                ),
+                confidential: !plain,
+                markets: markets(section),
+                prices: prices(section, &instance_types),
+                root: RootDisk::read(section),
+                tags: tags(section),
+                spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
+                batch: if launch == Launch::Fleet { batch } else { 0 },
+                call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
+                instance_types,
+                instance_type,
+                launch_template,
+                launch,
+                tenancy,
+            }
+        })
     }
 }
 
@@ -205,13 +206,13 @@ impl AwsConfig {
     }
 }
 
-fn arch(section: &mut Section<'_>) -> String {
+fn arch(section: &mut Reader) -> String {
     let this = if std::env::consts::ARCH == "aarch64" { "arm64" } else { "x86_64" };
     let help = "architecture of the pods; default: this node's architecture";
     section.choice("arch", this, &["x86_64", "arm64"], help)
 }
 
-fn endpoint(section: &mut Section<'_>) -> Option<String> {
+fn endpoint(section: &mut Reader) -> Option<String> {
     let endpoint: Option<String> = section
         .optional("endpoint", "URL of the EC2 API, for a private endpoint; default: the region's endpoint");
     if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
@@ -223,7 +224,7 @@ fn endpoint(section: &mut Section<'_>) -> Option<String> {
     endpoint
 }
 
-fn markets(section: &mut Section<'_>) -> Vec<Market> {
+fn markets(section: &mut Reader) -> Vec<Market> {
     let help = "purchase option of the VMs; spot-first falls back to on-demand";
     match section.choice("market", "on-demand", &["on-demand", "spot", "spot-first"], help).as_str() {
         "spot" => vec![Market::Spot],
@@ -233,7 +234,7 @@ fn markets(section: &mut Section<'_>) -> Vec<Market> {
 }
 
 /// Returns the tenancy and the call that suits it.
-fn launch(section: &mut Section<'_>, has_template: bool) -> (Option<String>, Launch) {
+fn launch(section: &mut Reader, has_template: bool) -> (Option<String>, Launch) {
     let tenancy: Option<String> =
         section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
     if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
@@ -250,7 +251,7 @@ fn launch(section: &mut Section<'_>, has_template: bool) -> (Option<String>, Lau
     (tenancy, launch)
 }
 
-fn credentials(section: &mut Section<'_>) -> Credentials {
+fn credentials(section: &mut Reader) -> Credentials {
     let id: Option<Secret> = section.optional(
         "access-key-id",
         "access key; default: the SDK's chain (IRSA, pod identity, instance profile)",
@@ -271,7 +272,7 @@ fn credentials(section: &mut Section<'_>) -> Credentials {
     Credentials::Chain
 }
 
-fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
+fn types(section: &mut Reader) -> (String, Vec<String>) {
     let default: String =
         section.get("instance-type", "m6a.large", "type of a pod's VM when the pod asks for none");
     let mut all: Vec<String> =
@@ -302,7 +303,7 @@ fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
     (default, all)
 }
 
-fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
+fn prices(section: &mut Reader, types: &[String]) -> Vec<Price> {
     let lines: Vec<String> = section.get(
         "prices",
         "",
@@ -349,7 +350,7 @@ pub(crate) fn millionths(text: &str) -> Option<u64> {
     Some(whole.parse::<u64>().ok()? * 1_000_000 + fraction.parse::<u64>().ok()?)
 }
 
-fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
+fn image(section: &mut Reader, may_lack: bool) -> Image {
     let id: Option<String> = section.optional("image-id", "the pod VM's AMI");
     let name: Option<String> =
         section.optional("image-name", "the newest AMI whose name fits, with *; instead of image-id");
@@ -394,19 +395,19 @@ pub(crate) fn is_id(text: &str, prefix: &str) -> bool {
 }
 
 /// Reports a malformed id at start, before EC2 refuses a call.
-fn check_id(section: &mut Section<'_>, key: &str, prefix: &str, ids: &[String]) {
+fn check_id(section: &mut Reader, key: &str, prefix: &str, ids: &[String]) {
     if let Some(bad) = ids.iter().find(|id| !is_id(id, prefix)) {
         section.mistake(key, format!("{bad} is not an id; write it like {prefix}0123456789abcdef0"));
     }
 }
 
-fn ids(section: &mut Section<'_>, key: &'static str, prefix: &str, help: &str) -> Vec<String> {
+fn ids(section: &mut Reader, key: &'static str, prefix: &str, help: &str) -> Vec<String> {
     let ids: Vec<String> = section.get(key, "", help);
     check_id(section, key, prefix, &ids);
     ids
 }
 
-fn security_groups(section: &mut Section<'_>) -> Vec<String> {
+fn security_groups(section: &mut Reader) -> Vec<String> {
     let help = "security groups of the VMs; default: the node's groups";
     let ids = ids(section, "security-group-ids", "sg-", help);
     if ids.len() > 16 {
@@ -416,7 +417,7 @@ fn security_groups(section: &mut Section<'_>) -> Vec<String> {
 }
 
 impl RootDisk {
-    fn read(section: &mut Section<'_>) -> RootDisk {
+    fn read(section: &mut Reader) -> RootDisk {
         let size_gib: u32 =
             section.get("root-volume-size", "30", "least size of the root disk in GiB; 0: the image's size");
         if size_gib > 65_536 {
@@ -444,7 +445,7 @@ impl RootDisk {
     }
 }
 
-fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
+fn tags(section: &mut Reader) -> BTreeMap<String, String> {
     let pairs: Vec<String> = section.get("tags", "", "tags on VMs, their disks and interfaces, as key=value");
     let mut tags = BTreeMap::new();
     let mut bad = Vec::new();

@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use peerpod_base::config::{Reader, Section};
+use peerpod_base::config::Reader;
 use rustls_pki_types::ServerName;
 
 use crate::Owner;
@@ -77,9 +77,11 @@ pub struct TlsFiles {
 impl ExternalConfig {
     /// Reads `provider.external.*`; mistakes stay with the reader. The caller fills in the owner.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> ExternalConfig {
-        let mut section = reader.section("provider.external");
-        let at = "where the provider listens on this node; default with a command: external/provider.sock in the state directory";
-        let program = "program, by its whole path, and arguments that serve the provider on the socket; we start it, and start it again";
+        reader.section("provider.external", |section| {
+        let at = "where the provider listens on this node; default with a command: external/provider.sock \
+             in the state directory";
+        let program = "program, by its whole path, and arguments that serve the provider on the socket; we \
+             start it, and start it again";
         let socket: Option<PathBuf> = section.optional("socket", at);
         let command: Option<Vec<String>> = section.optional("command", program);
         let peer_uid: Option<u32> = section
@@ -103,7 +105,7 @@ impl ExternalConfig {
                         section.mistake(key, "not with provider.external.address; keep one of them");
                     }
                 }
-                remote(&mut section, address, name, files)
+                remote(section, address, name, files)
             }
             None => {
                 let given = files.iter().filter(|(_, file)| file.is_some()).map(|(key, _)| *key);
@@ -111,7 +113,7 @@ impl ExternalConfig {
                 for key in given {
                     section.mistake(key, "only with provider.external.address; set that or leave this out");
                 }
-                on_this_node(&mut section, state_dir, socket, command, peer_uid)
+                on_this_node(section, state_dir, socket, command, peer_uid)
             }
         };
         ExternalConfig {
@@ -122,11 +124,12 @@ impl ExternalConfig {
             health_every: section.constant("health-every", "HEALTH_EVERY", HEALTH_EVERY),
             health_timeout: section.constant("health-timeout", "HEALTH_TIMEOUT", HEALTH_TIMEOUT),
         }
+        })
     }
 }
 
 fn on_this_node(
-    section: &mut Section<'_>,
+    section: &mut Reader,
     state_dir: &Path,
     socket: Option<PathBuf>,
     command: Option<Vec<String>>,
@@ -164,7 +167,7 @@ fn on_this_node(
 }
 
 fn remote(
-    section: &mut Section<'_>,
+    section: &mut Reader,
     address: String,
     name: Option<String>,
     files: [(&str, Option<PathBuf>); 3],

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use peerpod_base::config::{Reader, Section};
+use peerpod_base::config::Reader;
 use peerpod_provider_api::Confidential;
 
 use crate::rpc::link::Address;
@@ -151,15 +151,10 @@ impl LibvirtConfig {
     /// Reads `provider.libvirt.*`. The reader collects the mistakes. A process that does not create (the cluster's
     /// controller) needs libvirtd and the pool, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> LibvirtConfig {
-        let section = &mut reader.section("provider.libvirt");
-        LibvirtConfig {
+        reader.section("provider.libvirt", |section| LibvirtConfig {
             creates,
             address: address(section),
-            pool: section.get(
-                "pool",
-                "default",
-                "storage pool (of files) for images, overlays and consoles",
-            ),
+            pool: section.get("pool", "default", "storage pool (of files) for images, overlays and consoles"),
             network: network(section),
             second_network: section
                 .optional("second-network", "libvirt network of second NICs; default: there are none")
@@ -168,8 +163,8 @@ impl LibvirtConfig {
             root_disk_gib: section.get(
                 "root-disk-gib",
                 "0",
-                "least size of the root disk in GiB, 0: the image's size; with `kernel`: size of an empty disk \
-                 for containers' images, 0: none, images are in memory",
+                "least size of the root disk in GiB, 0: the image's size; with `kernel`: size of an empty \
+                 disk for containers' images, 0: none, images are in memory",
             ),
             vcpus: vcpus(section),
             memory_mib: memory_mib(section),
@@ -183,11 +178,11 @@ impl LibvirtConfig {
             hotplug_ports: section.constant("hotplug-ports", "HOTPLUG_PORTS", HOTPLUG_PORTS),
             call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
             shutdown_timeout: section.constant("shutdown-timeout", "SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT),
-        }
+        })
     }
 }
 
-fn address(section: &mut Section<'_>) -> Address {
+fn address(section: &mut Reader) -> Address {
     let help = "libvirtd's URI: qemu:///system, qemu:///session, or qemu+unix:///system?socket=PATH";
     let uri: String = section.get("uri", "qemu:///system", help);
     Address::parse(&uri).unwrap_or_else(|why| {
@@ -196,13 +191,13 @@ fn address(section: &mut Section<'_>) -> Address {
     })
 }
 
-fn network(section: &mut Section<'_>) -> Plug {
+fn network(section: &mut Reader) -> Plug {
     let network = section.get("network", "default", "libvirt network of the VMs");
     let help = "bridge of the host to plug VMs into, instead of a libvirt network";
     section.optional("bridge", help).map_or(Plug::Network(network), Plug::Bridge)
 }
 
-fn vcpus(section: &mut Section<'_>) -> u32 {
+fn vcpus(section: &mut Reader) -> u32 {
     let vcpus = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
     if vcpus == 0 {
         section.mistake("vcpus", "a VM needs at least one");
@@ -210,7 +205,7 @@ fn vcpus(section: &mut Section<'_>) -> u32 {
     vcpus
 }
 
-fn memory_mib(section: &mut Section<'_>) -> u64 {
+fn memory_mib(section: &mut Reader) -> u64 {
     let memory_mib = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");
     if memory_mib < 64 {
         section.mistake("memory-mib", "less than 64 MiB boots nothing");
@@ -218,7 +213,7 @@ fn memory_mib(section: &mut Section<'_>) -> u64 {
     memory_mib
 }
 
-fn cpuset(section: &mut Section<'_>) -> Option<String> {
+fn cpuset(section: &mut Reader) -> Option<String> {
     let cpuset: Option<String> =
         section.optional("cpuset", "host CPUs that VMs may run on, like 0-3,8; default: all");
     if cpuset.as_deref().is_some_and(|text| !is_cpuset(text)) {
@@ -227,7 +222,7 @@ fn cpuset(section: &mut Section<'_>) -> Option<String> {
     cpuset
 }
 
-fn user_data(section: &mut Section<'_>) -> UserData {
+fn user_data(section: &mut Reader) -> UserData {
     let help = "channel of the guest's user-data: QEMU's fw_cfg, or a disk with the label cidata";
     match section.choice("user-data", "fw-cfg", &["fw-cfg", "nocloud"], help).as_str() {
         "nocloud" => UserData::NoCloud,
@@ -235,7 +230,7 @@ fn user_data(section: &mut Section<'_>) -> UserData {
     }
 }
 
-fn volume_dirs(section: &mut Section<'_>) -> Vec<PathBuf> {
+fn volume_dirs(section: &mut Reader) -> Vec<PathBuf> {
     let help = "folders of libvirtd's host below which files may be attached as disks";
     let dirs: Vec<String> = section.get("volume-dirs", "", help);
     for dir in dirs.iter().filter(|dir| !dir.starts_with('/') || dir.contains("..")) {
@@ -244,7 +239,7 @@ fn volume_dirs(section: &mut Section<'_>) -> Vec<PathBuf> {
     dirs.into_iter().map(PathBuf::from).collect()
 }
 
-fn rbd(section: &mut Section<'_>) -> Option<(String, String)> {
+fn rbd(section: &mut Reader) -> Option<(String, String)> {
     let user: Option<String> = section.optional("rbd-user", "Ceph's user for rbd: disks");
     let secret: Option<String> =
         section.optional("rbd-secret", "UUID of the libvirt secret that holds that user's key");
@@ -254,7 +249,7 @@ fn rbd(section: &mut Section<'_>) -> Option<(String, String)> {
     user.zip(secret)
 }
 
-fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
+fn boot(section: &mut Reader, creates: bool) -> Boot {
     let help = "kernel file on the node that QEMU boots directly; uploaded once";
     let kernel = file(section, "kernel", "kernel-sha256", help);
     let initrd = file(section, "initrd", "initrd-sha256", "initial RAM disk of that kernel");
@@ -294,7 +289,7 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
 }
 
 fn file(
-    section: &mut Section<'_>,
+    section: &mut Reader,
     key: &'static str,
     digest_key: &'static str,
     help: &'static str,
@@ -308,7 +303,7 @@ fn file(
     Some(File { path: path?, sha256: sha256.map(|hex| hex.to_ascii_lowercase()) })
 }
 
-fn acceleration(section: &mut Section<'_>) -> Acceleration {
+fn acceleration(section: &mut Reader) -> Acceleration {
     match section.constant("acceleration", "ACCELERATION", ACCELERATION.to_owned()).as_str() {
         "kvm" => Acceleration::Kvm,
         "emulated" => Acceleration::Emulated,
@@ -316,7 +311,7 @@ fn acceleration(section: &mut Section<'_>) -> Acceleration {
     }
 }
 
-fn confidential(section: &mut Section<'_>) -> Option<Confidential> {
+fn confidential(section: &mut Reader) -> Option<Confidential> {
     let help = "technology that keeps VMs' memory from the host: none, sev, sev_snp or tdx";
     let word = section.choice("confidential", "none", &["none", "sev", "sev_snp", "tdx"], help);
     Confidential::from_word(&word)

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use peerpod_base::config::{Reader, Section};
+use peerpod_base::config::Reader;
 
 /// Largest packet of the VMs' networks, in bytes.
 const MTU: u32 = 1500;
@@ -58,31 +58,33 @@ pub struct LocalConfig {
 impl LocalConfig {
     /// Reads `provider.local.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> LocalConfig {
-        let mut section = reader.section("provider.local");
-        let mut program = |key, name| section.derived(key, "this program's folder", beside_us(name));
-        let helper_binary = program("helper-binary", "peerpod-local-vm");
-        let guest_binary = program("guest-binary", "peerpod-guest");
-        let agent_binary = program("agent-binary", "peerpod-test-agent");
-        let network = Network::read(&mut section, FIRST);
-        let second = Network::read(&mut section, SECOND);
-        let mtu = section.constant("mtu", "MTU", MTU);
-        let ipv4 = section.constant("ipv4", "IPV4", IPV4);
-        let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
-        let max_batch = section.constant("max-batch", "MAX_BATCH", MAX_BATCH);
-        let volumes_dir = section.derived("volumes-dir", "paths.state-dir", state_dir.join("local/volumes"));
-        LocalConfig {
-            volumes_dir,
-            state_dir: state_dir.join("local"),
-            helper_binary,
-            guest_binary,
-            agent_binary,
-            network,
-            second,
-            mtu,
-            ipv4,
-            boot_delay,
-            max_batch,
-        }
+        reader.section("provider.local", |section| {
+            let mut program = |key, name| section.derived(key, "this program's folder", beside_us(name));
+            let helper_binary = program("helper-binary", "peerpod-local-vm");
+            let guest_binary = program("guest-binary", "peerpod-guest");
+            let agent_binary = program("agent-binary", "peerpod-test-agent");
+            let network = Network::read(section, FIRST);
+            let second = Network::read(section, SECOND);
+            let mtu = section.constant("mtu", "MTU", MTU);
+            let ipv4 = section.constant("ipv4", "IPV4", IPV4);
+            let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
+            let max_batch = section.constant("max-batch", "MAX_BATCH", MAX_BATCH);
+            let volumes_dir =
+                section.derived("volumes-dir", "paths.state-dir", state_dir.join("local/volumes"));
+            LocalConfig {
+                volumes_dir,
+                state_dir: state_dir.join("local"),
+                helper_binary,
+                guest_binary,
+                agent_binary,
+                network,
+                second,
+                mtu,
+                ipv4,
+                boot_delay,
+                max_batch,
+            }
+        })
     }
 
     /// Number of VMs that the subnets hold at once; also one more than the greatest index.
@@ -112,7 +114,7 @@ const SECOND: Constants = [
 ];
 
 impl Network {
-    fn read(section: &mut Section<'_>, [(key, name, bridge), subnet4, subnet6]: Constants) -> Network {
+    fn read(section: &mut Reader, [(key, name, bridge), subnet4, subnet6]: Constants) -> Network {
         Network {
             bridge: section.constant(key, name, bridge.to_owned()),
             subnet4: subnet(section, subnet4),
@@ -142,7 +144,7 @@ fn beside_us(name: &str) -> PathBuf {
     us.parent().unwrap_or(Path::new("/usr/bin")).join(name)
 }
 
-fn subnet<N: FromStr + Copy + Into<IpNet>>(section: &mut Section<'_>, (key, name, value): Constant) -> N {
+fn subnet<N: FromStr + Copy + Into<IpNet>>(section: &mut Reader, (key, name, value): Constant) -> N {
     let text = section.constant(key, name, value.to_owned());
     parse(&text, value).unwrap_or_else(|why| {
         section.mistake(key, why);

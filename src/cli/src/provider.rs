@@ -110,8 +110,8 @@ fn read(
     node_name: &str,
     purpose: Purpose,
 ) -> Result<(Settings, LogConfig), Mistakes> {
-    let mut reader = Reader::load(sources.clone(), &SECTIONS, &OTHERS)?;
-    if reader.section("provider.external").is_set("command") {
+    let reader = Reader::load(sources.clone(), &SECTIONS, &OTHERS)?;
+    if reader.is_set("provider.external.command") {
         let place = match purpose {
             Purpose::Create => "first",
             Purpose::Collect => "second",

@@ -37,21 +37,22 @@ pub struct FakeConfig {
 impl FakeConfig {
     /// Reads `provider.fake.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> FakeConfig {
-        let mut section = reader.section("provider.fake");
-        let first = section.constant("first-address", "FIRST_ADDRESS", IpAddr::V4(FIRST_ADDRESS));
-        let first_address = match first {
-            IpAddr::V4(address) => address,
-            IpAddr::V6(_) => {
-                section.mistake("first-address", "an IPv4 address is needed");
-                FIRST_ADDRESS
+        reader.section("provider.fake", |section| {
+            let first = section.constant("first-address", "FIRST_ADDRESS", IpAddr::V4(FIRST_ADDRESS));
+            let first_address = match first {
+                IpAddr::V4(address) => address,
+                IpAddr::V6(_) => {
+                    section.mistake("first-address", "an IPv4 address is needed");
+                    FIRST_ADDRESS
+                }
+            };
+            FakeConfig {
+                dir: section.derived("dir", "paths.state-dir", state_dir.join("fake")),
+                first_address,
+                max_batch: section.constant("max-batch", "MAX_BATCH", MAX_BATCH),
+                takes: section.constant("takes", "TAKES", TAKES),
             }
-        };
-        FakeConfig {
-            dir: section.derived("dir", "paths.state-dir", state_dir.join("fake")),
-            first_address,
-            max_batch: section.constant("max-batch", "MAX_BATCH", MAX_BATCH),
-            takes: section.constant("takes", "TAKES", TAKES),
-        }
+        })
     }
 }
 

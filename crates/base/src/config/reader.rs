@@ -10,7 +10,6 @@ use serde_json::json;
 use super::lines::Lines;
 use super::mistake::{Mistake, Mistakes, shown};
 use super::node::{self, Node};
-use super::section::Section;
 use super::sources::{Sources, TESTING_VARIABLE, env_name};
 use super::unknown;
 use super::value::{Bad, Value};
@@ -78,6 +77,8 @@ pub struct Reader {
     pub(super) removed: BTreeSet<String>,
     pub(super) overridden: Vec<String>,
     pub(super) mistakes: Vec<Mistake>,
+    /// Beginning of every requested key, see [`Reader::section`].
+    section: String,
     /// The file is not YAML. Its content is unknown, so no key is reported as missing.
     broken: bool,
 }
@@ -107,6 +108,7 @@ impl Reader {
             removed: BTreeSet::new(),
             overridden: Vec::new(),
             mistakes: Vec::new(),
+            section: String::new(),
             broken: false,
         };
         reader.take_tree(&text);
@@ -161,8 +163,9 @@ impl Reader {
         let found = self.ask(key, None, true, help);
         let missing = found.is_none() && !self.is_set(key) && !self.broken;
         if missing {
-            let why = format!("missing; {help} (or set {})", env_name(key));
-            self.note((0, usize::MAX), key.to_owned(), None, why);
+            let key = self.key(key);
+            let why = format!("missing; {help} (or set {})", env_name(&key));
+            self.note((0, usize::MAX), key, None, why);
         }
         found
     }
@@ -170,7 +173,7 @@ impl Reader {
     /// Returns a setting with a fixed set of values.
     pub fn choice(&mut self, key: &str, default: &str, allowed: &[&str], help: &str) -> String {
         let value: String = self.get(key, default, help);
-        if let Some(setting) = self.asked.get_mut(key) {
+        if let Some(setting) = self.asked.get_mut(&self.key(key)) {
             setting.schema = json!({"type": "string", "enum": allowed});
         }
         if allowed.contains(&value.as_str()) {
@@ -185,7 +188,7 @@ impl Reader {
         if self.is_set(key) {
             self.mistake(key, format!("no longer a setting; {instead}"));
         }
-        self.removed.insert(key.to_owned());
+        self.removed.insert(self.key(key));
     }
 
     /// Returns the constant `name`, which was the setting `key`. Peerpod's tests override it by that key.
@@ -204,9 +207,9 @@ impl Reader {
 
     fn overridable<T: Value>(&mut self, key: &str, instead: &str, value: T) -> T {
         if self.sources.env.get(TESTING_VARIABLE).is_some_and(|text| text == "1")
-            && let Some((found, _)) = self.read(key)
+            && let Some((found, _)) = self.read(&self.key(key))
         {
-            self.overridden.push(key.to_owned());
+            self.overridden.push(self.key(key));
             return found;
         }
         self.removed(key, instead);
@@ -218,9 +221,16 @@ impl Reader {
         &self.overridden
     }
 
-    /// Returns a view of the reader on one section.
-    pub fn section(&mut self, prefix: &str) -> Section<'_> {
-        Section { reader: self, prefix: prefix.to_owned() }
+    /// Runs `read`, for which every key is below this section: `kind` in `provider` is `provider.kind`.
+    pub fn section<T>(&mut self, section: &str, read: impl FnOnce(&mut Reader) -> T) -> T {
+        let outside = std::mem::replace(&mut self.section, format!("{section}."));
+        let found = read(self);
+        self.section = outside;
+        found
+    }
+
+    fn key(&self, key: &str) -> String {
+        format!("{}{key}", self.section)
     }
 
     /// Accepts keys below this prefix without reading them, like the settings of a provider that was not chosen.
@@ -230,12 +240,13 @@ impl Reader {
 
     /// Whether any layer gives the key a value.
     pub fn is_set(&self, key: &str) -> bool {
-        !self.layers(key).is_empty()
+        !self.layers(&self.key(key)).is_empty()
     }
 
     /// Records that the value of a key cannot be used, for reasons that only the caller knows: a contradiction, a
     /// limit. `why` ends with advice: `"shorter than node.lease; make it longer"`.
     pub fn mistake(&mut self, key: &str, why: impl Into<String>) {
+        let key = &self.key(key);
         let secret = self.asked.get(key).is_none_or(|setting| setting.secret);
         let (place, value, order) = match self.layers(key).pop() {
             Some((node, origin)) => {
@@ -267,11 +278,12 @@ impl Reader {
     }
 
     fn ask<T: Value>(&mut self, key: &str, default: Option<&str>, required: bool, help: &str) -> Option<T> {
+        let key = self.key(key);
         let (value, origin) =
-            self.read::<T>(key).map_or((None, Origin::Default), |(v, from)| (Some(v), from));
+            self.read::<T>(&key).map_or((None, Origin::Default), |(v, from)| (Some(v), from));
         let default_shown = default.map_or(serde_json::Value::Null, default_shown::<T>);
         let setting = Setting {
-            key: key.to_owned(),
+            key: key.clone(),
             help: help.to_owned(),
             default: default.map(str::to_owned).filter(|_| !T::SECRET),
             required,
@@ -281,7 +293,7 @@ impl Reader {
             secret: T::SECRET,
             default_shown,
         };
-        self.asked.insert(key.to_owned(), setting);
+        self.asked.insert(key, setting);
         value
     }
 

@@ -194,7 +194,7 @@ fn an_empty_value_is_not_set_in_any_layer_for_any_kind_of_key() {
     assert_eq!(r.optional::<String>("node.volume", "a volume"), None);
     assert_eq!(r.optional::<PathBuf>("node.file", "a file"), None);
     assert_eq!(r.required::<String>("node.must", "a name"), None);
-    assert_eq!(r.section("provider.other").optional::<u32>("size", "a size"), None);
+    assert_eq!(r.section("provider.other", |r| r.optional::<u32>("size", "a size")), None);
     for key in ["node.lease", "node.names", "node.volume", "node.file", "node.must", "provider.fake.token"] {
         assert!(!r.is_set(key), "{key}");
     }
@@ -328,7 +328,8 @@ fn settings_of_unchosen_sections_are_ignored() {
     let env = [("PEERPOD_PROVIDER_CLOUDY_REGION", "x")];
     let mut r = reader(Some(&file), &env, &[("provider.cloudy.region", "x")]);
     assert_eq!(r.choice("provider.kind", "cloudy", &["cloudy", "local"], "which cloud"), "local");
-    assert_eq!(r.section("provider.local").get::<String>("bridge", "pplocal0", "name of the bridge"), "b0");
+    let bridge: String = r.section("provider.local", |r| r.get("bridge", "pplocal0", "name of the bridge"));
+    assert_eq!(bridge, "b0");
     r.leave("provider.cloudy");
     r.finish().unwrap();
 }
