@@ -72,18 +72,9 @@ pub(crate) fn uuid_text(uuid: &Uuid) -> String {
 
 /// Parses an instance id into its UUID; `None`: not an id of this provider.
 pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
-    let text = id.as_str();
-    let well_formed = text.len() == 36
-        && text.char_indices().all(|(index, c)| match index {
-            8 | 13 | 18 | 23 => c == '-',
-            _ => c.is_ascii_digit() || ('a'..='f').contains(&c),
-        });
-    if !well_formed {
-        return None;
-    }
-    let digits: String = text.chars().filter(|c| *c != '-').collect();
     let mut uuid = [0; 16];
-    hex::decode_to_slice(digits, &mut uuid).ok().map(|()| uuid)
+    hex::decode_to_slice(id.as_str().replace('-', ""), &mut uuid).ok()?;
+    (uuid_text(&uuid) == id.as_str()).then_some(uuid)
 }
 
 /// Content of the element in a domain's metadata. Contains no secrets.
