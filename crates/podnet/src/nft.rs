@@ -113,11 +113,6 @@ impl Filter {
         self.port
     }
 
-    /// Returns the table's name in family `inet`.
-    pub fn table(&self) -> &str {
-        &self.table
-    }
-
     /// Accepts packets of these tunnels, and no others with their VNIs. Existing elements stay. A missing table (at the
     /// first tunnel, or after a flush of the rules) is made, also with the tunnels that `others` returns.
     ///

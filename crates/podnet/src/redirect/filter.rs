@@ -45,13 +45,6 @@ pub struct Classifiers {
     pub back: Classifier,
 }
 
-impl Classifiers {
-    /// Returns the same classifier for both redirects.
-    pub fn both(by: Classifier) -> Classifiers {
-        Classifiers { into: by, back: by }
-    }
-}
-
 /// One redirect: its devices, and whether it leads into the tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Direction {

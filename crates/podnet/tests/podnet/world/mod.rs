@@ -307,7 +307,7 @@ impl World {
             mark: self.mark("sandbox"),
             remote: vm,
             local: path.source,
-            by: Classifiers::both(Classifier::U32),
+            by: Classifiers { into: Classifier::U32, back: Classifier::U32 },
             pairs: &pairs,
         };
         tunnel::connect(pod, &connection)?;
