@@ -3,7 +3,6 @@
 //! Must be used inside a tokio runtime. Only the second signal ends the process directly.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -94,20 +93,12 @@ pub struct Busy {
 }
 
 /// Work still in progress at the deadline, by name and number.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "not finished at the deadline:{}",
+    .0.iter().map(|(name, count)| format!(" {name} ({count})")).collect::<String>()
+)]
 pub struct StillBusy(pub BTreeMap<&'static str, usize>);
-
-impl fmt::Display for StillBusy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("not finished at the deadline:")?;
-        for (name, count) in &self.0 {
-            write!(f, " {name} ({count})")?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for StillBusy {}
 
 impl Drain {
     /// Counts one piece of work of this name as in progress until the result is dropped.
