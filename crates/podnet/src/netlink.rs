@@ -3,7 +3,6 @@
 //! May touch: one socket, made in the namespace of the thread that made it. The kernel is trusted to send valid
 //! netlink, yet none of its answers makes this code panic, grow without bound, or wait for ever.
 
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,7 +70,8 @@ impl Error {
 }
 
 /// The kernel's refusal of one message.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} ({errno:?}){}", .errno.desc(), .text.iter().map(|text| format!(": {text}")).collect::<String>())]
 pub struct Refusal {
     /// The error number.
     pub errno: Errno,
@@ -85,17 +85,6 @@ impl Refusal {
         matches!(self.errno, Errno::ENOENT | Errno::ENODEV | Errno::ESRCH | Errno::EADDRNOTAVAIL)
     }
 }
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.text {
-            Some(text) => write!(f, "{} ({:?}): {text}", self.errno.desc(), self.errno),
-            None => write!(f, "{} ({:?})", self.errno.desc(), self.errno),
-        }
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 /// The answer to one message of a batch.
 pub type Answer = Result<(), Refusal>;
