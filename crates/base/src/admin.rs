@@ -69,11 +69,6 @@ impl Ready {
         self.waiting.lock().remove(name);
     }
 
-    /// Whether the list of reasons is empty.
-    pub fn is_ready(&self) -> bool {
-        self.waiting.lock().is_empty()
-    }
-
     /// Returns the reasons by name.
     pub fn waiting(&self) -> BTreeMap<String, String> {
         self.waiting.lock().clone()

@@ -503,7 +503,7 @@ mod tests {
         let reporting = tokio::spawn(report_provider(Some(health.boxed()), ready.clone()));
         for round in 0..2 {
             say.send(Some("libvirtd closed the connection".to_owned())).await.unwrap();
-            while ready.is_ready() {
+            while ready.waiting().is_empty() {
                 tokio::task::yield_now().await;
             }
             let (_, why) = ready.waiting().pop_first().unwrap();
@@ -512,7 +512,7 @@ mod tests {
                 "{round}"
             );
             say.send(None).await.unwrap();
-            while !ready.is_ready() {
+            while !ready.waiting().is_empty() {
                 tokio::task::yield_now().await;
             }
         }
