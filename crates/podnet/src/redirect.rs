@@ -34,9 +34,10 @@ use filter::{Direction, FIRST, Filter, INGRESS_SIDE, make};
 
 const QDISC: TcHandle = TcHandle { major: 0xffff, minor: 0 };
 const MAX_ENTRIES: usize = 1024;
-/// Attempts while the qdisc is busy for a moment (another program's rtnetlink request without the lock).
-const BUSY_TRIES: u32 = 5;
-const BUSY_PAUSE: Duration = Duration::from_millis(10);
+/// Attempts while a qdisc, or a namespace under removal, is busy for a moment (another program's rtnetlink request
+/// without the lock).
+pub(crate) const BUSY_TRIES: u32 = 5;
+pub(crate) const BUSY_PAUSE: Duration = Duration::from_millis(10);
 const LOOPBACK: u32 = 1;
 
 /// Determines the kernel's classifiers by trying them in a scratch namespace. The result is `wanted` for both

@@ -3,7 +3,6 @@
 
 use std::net::IpAddr;
 use std::thread::sleep;
-use std::time::Duration;
 
 use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
@@ -14,12 +13,9 @@ use super::link::{self, Link};
 use super::mark::Mark;
 use super::netlink::{self, Answer, Client};
 use super::netns::Netns;
-use super::redirect::{self, Classifiers, Maker, Taken};
+use super::redirect::{self, BUSY_PAUSE, BUSY_TRIES, Classifiers, Maker, Taken};
 use super::vxlan::{self, Held, Shape};
 
-/// Attempts while a namespace under removal, or a qdisc in use, is busy for a moment.
-const BUSY_TRIES: u32 = 5;
-const BUSY_PAUSE: Duration = Duration::from_millis(10);
 const MAX_DEVICES: usize = 256;
 
 /// Path from the node to a VM, and the packet size that it leaves for the pod.
