@@ -20,12 +20,21 @@ pub const MOST: usize = 4096;
 /// Longest text of a mark, in bytes.
 const MAX_WHY: usize = 160;
 
-/// Object of a mark. A subnet without addresses and a market closed to the account concern all types.
+/// Object of a mark.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Key {
-    Offering { market: Market, machine: String, zone: String },
+pub enum Scope {
+    /// A market, a type on it and a zone, for all subnets.
+    Offering(Market, String, String),
+    /// All types in a subnet without free addresses.
     Subnet(String),
+    /// All types on a market that is closed to the account.
     Market(Market),
+}
+
+impl From<&Offering> for Scope {
+    fn from(offering: &Offering) -> Scope {
+        Scope::Offering(offering.market, offering.machine.clone(), offering.zone.clone())
+    }
 }
 
 /// Time and reason of a refusal.
@@ -47,7 +56,7 @@ impl Mark {
 #[derive(Debug, Clone)]
 pub struct Marks {
     most: usize,
-    marks: HashMap<Key, Mark>,
+    marks: HashMap<Scope, Mark>,
 }
 
 impl Default for Marks {
@@ -57,21 +66,6 @@ impl Default for Marks {
 }
 
 impl Marks {
-    /// Marks this type in this zone on this market as exhausted, for all subnets.
-    pub fn offering(&mut self, offering: &Offering, why: &str, now: Instant) {
-        self.mark(key(offering.market, &offering.machine, &offering.zone), why, now);
-    }
-
-    /// Marks the subnet as having no free address.
-    pub fn subnet(&mut self, subnet: &str, why: &str, now: Instant) {
-        self.mark(Key::Subnet(subnet.to_owned()), why, now);
-    }
-
-    /// Marks the market as closed to the account.
-    pub fn market(&mut self, market: Market, why: &str, now: Instant) {
-        self.mark(Key::Market(market), why, now);
-    }
-
     /// Returns the youngest valid mark that applies to this offering.
     pub fn find(
         &self,
@@ -85,30 +79,28 @@ impl Marks {
             return None;
         }
         let keys = [
-            Some(key(market, machine, zone)),
-            subnet.map(|subnet| Key::Subnet(subnet.to_owned())),
-            Some(Key::Market(market)),
+            Some(Scope::Offering(market, machine.to_owned(), zone.to_owned())),
+            subnet.map(|subnet| Scope::Subnet(subnet.to_owned())),
+            Some(Scope::Market(market)),
         ];
         let found = keys.into_iter().flatten().filter_map(|key| self.marks.get(&key));
         found.filter(|mark| mark.is_standing(now)).max_by_key(|mark| mark.at)
     }
 
-    fn mark(&mut self, key: Key, why: &str, now: Instant) {
-        if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
+    /// Marks these offerings as exhausted.
+    pub fn mark(&mut self, scope: impl Into<Scope>, why: &str, now: Instant) {
+        let scope = scope.into();
+        if self.marks.len() >= self.most && !self.marks.contains_key(&scope) {
             self.marks.retain(|_, mark| mark.is_standing(now));
         }
-        if self.marks.len() >= self.most && !self.marks.contains_key(&key) {
+        if self.marks.len() >= self.most && !self.marks.contains_key(&scope) {
             let oldest = self.marks.iter().min_by_key(|(_, mark)| mark.at).map(|(key, _)| key.clone());
             if let Some(oldest) = oldest {
                 self.marks.remove(&oldest);
             }
         }
-        self.marks.insert(key, Mark { at: now, why: text::clip(why, MAX_WHY) });
+        self.marks.insert(scope, Mark { at: now, why: text::clip(why, MAX_WHY) });
     }
-}
-
-fn key(market: Market, machine: &str, zone: &str) -> Key {
-    Key::Offering { market, machine: machine.to_owned(), zone: zone.to_owned() }
 }
 
 #[cfg(test)]
@@ -122,7 +114,7 @@ mod tests {
     #[test]
     fn a_mark_holds_for_its_time_and_its_offering_alone() {
         let (mut marks, now) = (Marks::default(), Instant::now());
-        marks.offering(&offering("m", "a", Market::Spot), "none left", now);
+        marks.mark(&offering("m", "a", Market::Spot), "none left", now);
         let at = |after: u64| now + Duration::from_secs(after);
         let find = |machine, zone, market, at| marks.find(machine, zone, None, market, at).map(|m| &*m.why);
         assert_eq!(find("m", "a", Market::Spot, at(179)), Some("none left"));
@@ -135,8 +127,8 @@ mod tests {
     #[test]
     fn marks_of_a_subnet_and_a_market_apply_to_all_types() {
         let (mut marks, now) = (Marks::default(), Instant::now());
-        marks.subnet("s1", "no addresses", now);
-        marks.market(Market::Spot, "no service-linked role", now);
+        marks.mark(Scope::Subnet("s1".to_owned()), "no addresses", now);
+        marks.mark(Scope::Market(Market::Spot), "no service-linked role", now);
         assert!(marks.find("m", "a", Some("s1"), Market::OnDemand, now).is_some());
         assert!(marks.find("m", "a", Some("s2"), Market::OnDemand, now).is_none());
         assert!(marks.find("m", "a", Some("s2"), Market::Spot, now).is_some());
@@ -147,7 +139,7 @@ mod tests {
         let (mut marks, start) = (Marks { most: 10, ..Marks::default() }, Instant::now());
         for number in 0..100 {
             let now = start + Duration::from_millis(number);
-            marks.offering(&offering(&format!("m{number}"), "a", Market::Spot), &"x".repeat(9999), now);
+            marks.mark(&offering(&format!("m{number}"), "a", Market::Spot), &"x".repeat(9999), now);
             assert!(marks.marks.len() <= 10);
         }
         let now = start + Duration::from_secs(1);
@@ -156,7 +148,7 @@ mod tests {
         assert!(mark.why.len() <= MAX_WHY + 3, "{}", mark.why.len());
         // Expired marks make room before a valid one is dropped.
         let later = start + STANDS + Duration::from_millis(95);
-        marks.offering(&offering("new", "a", Market::Spot), "none", later);
+        marks.mark(&offering("new", "a", Market::Spot), "none", later);
         assert_eq!(marks.marks.len(), 5);
     }
 }

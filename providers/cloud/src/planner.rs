@@ -3,19 +3,19 @@
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
-use peerpod_provider_api::{CreateRequest, Error, Market, Placement, Rejected};
+use peerpod_provider_api::{CreateRequest, Error, Placement, Rejected};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::catalogue::{Catalogue, Offering};
-use crate::marks::Marks;
+use crate::marks::{Marks, Scope};
 use crate::plan::{Policy, plan};
 use crate::text::clip;
 
 /// Chooses offerings and remembers refused ones. One per account; shared by reference.
 ///
 /// `Provider::place` calls [`Planner::place`], and the caller records the answer. `Provider::create` reads it with
-/// [`offerings`] and makes the cloud call. It then calls [`Planner::exhausted`] for each refused offering, and
+/// [`offerings`] and makes the cloud call. It then calls [`Planner::mark`] for each refused offering, and
 /// [`Planner::capacity_error`] if all were refused. The caller records another attempt and asks for another placement.
 #[derive(Debug)]
 pub struct Planner {
@@ -73,19 +73,9 @@ impl Planner {
         }
     }
 
-    /// Marks this offering as exhausted. `why` is the cloud's code or text, without secrets.
-    pub fn exhausted(&self, offering: &Offering, why: &str) {
-        self.marks.lock().offering(offering, why, Instant::now());
-    }
-
-    /// Marks the subnet as having no free address.
-    pub fn subnet_full(&self, subnet: &str, why: &str) {
-        self.marks.lock().subnet(subnet, why, Instant::now());
-    }
-
-    /// Marks the market as closed to the account.
-    pub fn market_closed(&self, market: Market, why: &str) {
-        self.marks.lock().market(market, why, Instant::now());
+    /// Marks these offerings as exhausted. `why` is the cloud's code or text, without secrets.
+    pub fn mark(&self, scope: impl Into<Scope>, why: &str) {
+        self.marks.lock().mark(scope, why, Instant::now());
     }
 
     /// Returns the error for a create that made nothing because all tried offerings are exhausted, with the cloud's
@@ -148,7 +138,7 @@ pub fn offerings(request: &CreateRequest) -> Result<Option<Vec<Offering>>, Error
 mod tests {
     use std::time::Duration;
 
-    use peerpod_provider_api::{Arch, Retry, Size};
+    use peerpod_provider_api::{Arch, Market, Retry, Size};
 
     use super::*;
     use crate::catalogue::{Location, MachineType};
@@ -201,9 +191,9 @@ mod tests {
             subnet: None,
             market: Market::OnDemand,
         };
-        planner.exhausted(&small("z1"), "InsufficientInstanceCapacity");
+        planner.mark(&small("z1"), "InsufficientInstanceCapacity");
         assert_eq!(named(&planner, 2), ["small in z2", "large in z1"]);
-        planner.subnet_full("subnet-z2", "InsufficientFreeAddressesInSubnet");
+        planner.mark(Scope::Subnet("subnet-z2".to_owned()), "InsufficientFreeAddressesInSubnet");
         assert_eq!(named(&planner, 2), ["large in z1"]);
         tokio::time::advance(Duration::from_secs(180)).await;
         assert_eq!(named(&planner, 1), ["small in z1"]);
@@ -212,7 +202,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn without_any_capacity_the_error_names_each_offering_and_a_remedy() {
         let planner = planner(&["small", "large"]);
-        planner.market_closed(Market::OnDemand, "VcpuLimitExceeded");
+        planner.mark(Scope::Market(Market::OnDemand), "VcpuLimitExceeded");
         tokio::time::advance(Duration::from_secs(125)).await;
         let error = planner.place(&request(), 5).unwrap_err();
         assert_eq!(error.retry(), Retry::NextOffering);

@@ -244,7 +244,7 @@ fn a_refusal_names_nearly_fitting_offerings_first_then_the_rest_by_reason() {
         for zone in ["eu-1a", "eu-1b"] {
             let machine = name.to_owned();
             let offering = Offering { machine, zone: zone.into(), subnet: None, market: Market::OnDemand };
-            marks.offering(&offering, "no capacity", start);
+            marks.mark(&offering, "no capacity", start);
         }
     }
     let need = size(8, 2);
@@ -378,7 +378,7 @@ fn marks(marked: &[(usize, usize, bool, u64)], start: Instant) -> Marks {
         let market = if *spot { Market::Spot } else { Market::OnDemand };
         let (machine, zone) = (format!("t{machine}"), ZONES[*zone].to_owned());
         let offering = Offering { machine, zone, subnet: None, market };
-        marks.offering(&offering, "none left", start + Duration::from_secs(*at));
+        marks.mark(&offering, "none left", start + Duration::from_secs(*at));
     }
     marks
 }
