@@ -244,9 +244,9 @@ impl Shared {
         let dir = self.store.dir(id);
         Description {
             version: VERSION,
-            id: id.to_string(),
             nics: network::nics(config, record.index, record.v4, record.v6, request.second_nic),
             inside: Inside {
+                id: id.to_string(),
                 hostname: hostname(&request.name),
                 machine_id: id.as_str().trim_start_matches("local-").to_owned(),
                 guest_binary: config.guest_binary.clone(),

@@ -11,7 +11,7 @@ use tracing::Instrument;
 
 use crate::process::boot_id;
 use crate::store::{Machine, VmStatus};
-use crate::{Shared, blocking, disk, network};
+use crate::{Shared, blocking, cgroup, disk, network};
 
 /// Longest time that `delete` waits for the deletion before it answers. Most deletions take some 50 ms, and the caller
 /// then finds nothing left.
@@ -78,6 +78,7 @@ impl Shared {
                 links.try_for_each(|link| network::remove(&mut client, &link))
             });
             gone.map_err(|error| Error::transient(error.to_string()))?;
+            cgroup::remove(vm.as_str()).map_err(|error| disk(error).during("remove its cgroups"))?;
             let removed = store.remove(&vm).map_err(|error| disk(error).during("remove its directory"));
             drop(lock);
             removed

@@ -12,6 +12,7 @@
 //! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, and processes it
 //!   started.
 
+mod cgroup;
 pub mod config;
 mod create;
 mod delete;

@@ -32,8 +32,6 @@ const MAX_DESCRIPTION: u64 = 1 << 20;
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Description {
     pub(crate) version: u32,
-    /// Instance id of the VM.
-    pub(crate) id: String,
     /// Directory of the VM in the provider's state.
     pub(crate) dir: PathBuf,
     /// NICs of the VM, at least one.
@@ -44,6 +42,8 @@ pub(crate) struct Description {
 /// Description for pid 1, which the hypervisor process passes on.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Inside {
+    /// Instance id of the VM.
+    pub(crate) id: String,
     pub(crate) hostname: String,
     pub(crate) machine_id: String,
     pub(crate) guest_binary: PathBuf,

@@ -80,7 +80,7 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
     // Acts on the UTS namespace of the writing process.
     fs::write("/proc/sys/kernel/hostname", &description.inside.hostname).context("set the host name")?;
     let namespace = File::open("/proc/self/ns/net").context("open our network namespace")?;
-    let names = network::host_links(&description.id).into_iter().zip(network::VM_LINKS);
+    let names = network::host_links(&description.inside.id).into_iter().zip(network::VM_LINKS);
     for (nic, (outside, inside)) in description.nics.iter().zip(names) {
         network::plug(&mut node, nic, &outside, inside, namespace.as_fd())?;
     }
@@ -130,8 +130,8 @@ impl Running {
         let exit = Exit { version: VERSION, status: format!("its first process ended: {status}") };
         let recorded = write_json(&dir.join("exit.json"), &exit);
         // The devices would vanish with the namespace, but at a time that the kernel chooses.
-        let unplugged =
-            network::host_links(&self.description.id).map(|link| network::remove(&mut self.node, &link));
+        let unplugged = network::host_links(&self.description.inside.id)
+            .map(|link| network::remove(&mut self.node, &link));
         for error in unplugged.iter().filter_map(|unplugged| unplugged.as_ref().err()) {
             eprintln!("{error}");
         }

@@ -17,6 +17,7 @@ use nix::unistd::{chdir, pivot_root};
 pub(super) use super::Inside as Description;
 use super::root::NONE;
 use super::{leave_the_session, read, root};
+use crate::cgroup;
 
 /// Argument that selects this role.
 pub(super) const ARGUMENT: &str = "inside";
@@ -66,10 +67,11 @@ fn prepare(description: &Description) -> anyhow::Result<()> {
     }
     // A separate session here too, because the guest may want a terminal.
     leave_the_session();
+    let cgroups = cgroup::enter(&description.id).context("make the VM's cgroups")?;
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)
         .context("separate our mounts from the node's mounts")?;
-    root::build(description)?;
+    root::build(description, &cgroups)?;
     // Stacks the old root on the new one and detaches it, so no directory for the old root is needed.
     chdir(&description.root).context("enter the new root")?;
     pivot_root(".", ".").context("make it the root")?;

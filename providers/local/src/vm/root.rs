@@ -11,6 +11,7 @@ use nix::mount::{MsFlags, mount};
 use serde_json::json;
 
 use super::inside::Description;
+use crate::cgroup::Hierarchy;
 
 /// Path of the guest program in the VM.
 pub(super) const GUEST: &str = "/opt/peerpod/peerpod-guest";
@@ -45,12 +46,14 @@ const ETC: [&str; 15] = [
 ];
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
+/// Folder of the hierarchies of version 1.
+const CGROUPS: &str = "/sys/fs/cgroup";
 const TUN: &str = "/dev/net/tun";
 /// Absent argument of a mount.
 pub(super) const NONE: Option<&str> = None;
 
 /// Builds the root at the path in the description.
-pub(super) fn build(description: &Description) -> anyhow::Result<()> {
+pub(super) fn build(description: &Description, cgroups: &[Hierarchy]) -> anyhow::Result<()> {
     let root = description.root.as_path();
     let safe = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     tmpfs(root, MsFlags::empty(), "mode=0755")?;
@@ -82,7 +85,7 @@ pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     }
     user_data(root, &description.user_data)?;
     devices(root)?;
-    kernel(root)
+    kernel(root, cgroups)
 }
 
 fn etc(root: &Path, description: &Description) -> anyhow::Result<()> {
@@ -152,10 +155,17 @@ fn devices(root: &Path) -> anyhow::Result<()> {
 }
 
 /// Mounts the kernel's file systems of this pid and network namespace.
-fn kernel(root: &Path) -> anyhow::Result<()> {
+fn kernel(root: &Path, cgroups: &[Hierarchy]) -> anyhow::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     filesystem("proc", &root.join("proc"), flags, "")?;
-    filesystem("sysfs", &root.join("sys"), flags | MsFlags::MS_RDONLY, "")
+    filesystem("sysfs", &root.join("sys"), flags | MsFlags::MS_RDONLY, "")?;
+    if cgroups.iter().any(|hierarchy| hierarchy.kind == "cgroup") {
+        tmpfs(&inside(root, CGROUPS), flags, "mode=0755,size=1m")?;
+    }
+    for Hierarchy { at, kind, options } in cgroups {
+        filesystem(kind, &root.join(at.strip_prefix("/")?), flags, options)?;
+    }
+    Ok(())
 }
 
 /// Mirrors a folder, file or symbolic link of the node at the same path inside, read-only. Does nothing if the node has
