@@ -202,10 +202,12 @@ impl Drop for Node {
         {
             umount2(place, MntFlags::MNT_DETACH).ok();
         }
-        // Detach the loop devices of its VMs.
+        // Detach the loop devices of its VMs. The kernel gives an open device to no other file.
+        let held: Vec<_> = self.loop_devices("NAME").iter().map(fs::File::open).collect();
         for device in self.loop_devices("NAME") {
             Command::new("losetup").args(["--detach", &device]).status().ok();
         }
+        drop(held);
     }
 }
 

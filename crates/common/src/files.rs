@@ -7,7 +7,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use nix::libc::{ENOENT, ENXIO, O_NOFOLLOW, O_NONBLOCK};
 
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
 pub fn make_folders(folder: &Path) -> io::Result<()> {
@@ -120,6 +120,17 @@ pub fn read_plain(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         return Err(io::Error::new(ErrorKind::InvalidInput, "not a file"));
     }
     read_open(file, limit)
+}
+
+/// Opens a device. `None` if there is none, or if it has nothing behind it.
+///
+/// # Errors
+/// Returns any other error of the open.
+pub fn open_device(path: &Path) -> io::Result<Option<File>> {
+    match File::open(path) {
+        Err(error) if matches!(error.raw_os_error(), Some(ENOENT | ENXIO)) => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
 /// Reads an open file of at most `limit` bytes.

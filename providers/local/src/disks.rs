@@ -181,7 +181,7 @@ impl Shared {
         let Some(mut taken) = self.taken_by(id, volume)? else { return Ok(()) };
         let last = taken.vms.len() == 1;
         if last && let Some(number) = loops_of(&taken.file).map_err(Error::transient)?.first().copied() {
-            let run = losetup(&["--detach", &format!("/dev/loop{number}")]);
+            let run = detach_loop(number, &taken.file);
             let still = loops_of(&taken.file).map_err(Error::transient)?.contains(&number);
             // The kernel releases the device when its last user does.
             if still {
@@ -310,6 +310,17 @@ fn loops_of(file: &Path) -> Result<Vec<u64>, String> {
     let path = file.to_str().ok_or("its path is not UTF-8")?;
     let listed = losetup(&["--associated", path, "--output", "NAME", "--noheadings"])?;
     Ok(listed.lines().filter_map(|line| number(line.trim())).collect())
+}
+
+/// Detaches a loop device if it belongs to the file still.
+fn detach_loop(number: u64, file: &Path) -> Result<(), String> {
+    let device = format!("/dev/loop{number}");
+    // The kernel gives an open device to no other file. Between a look and the detach, it could give it away.
+    let held = files::open_device(Path::new(&device)).map_err(|error| format!("open {device}: {error}"))?;
+    if held.is_some() && loops_of(file)?.contains(&number) {
+        losetup(&["--detach", &device])?;
+    }
+    Ok(())
 }
 
 fn number(device: &str) -> Option<u64> {

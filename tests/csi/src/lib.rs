@@ -154,9 +154,13 @@ impl Drop for Folder {
             // A failed unmount shows: the folder cannot be removed then.
             nix::mount::umount(&point).ok();
         }
-        for device in self.loops().unwrap_or_default() {
+        // The kernel gives an open device to no other file.
+        let loops = || self.loops().unwrap_or_default();
+        let held: Vec<_> = loops().iter().map(std::fs::File::open).collect();
+        for device in loops() {
             Command::new("losetup").arg("--detach").arg(device).status().ok();
         }
+        drop(held);
         if !std::thread::panicking() {
             drop(std::fs::remove_dir_all(&self.root));
         }

@@ -26,7 +26,7 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
         }
     } else {
         // The old device does not belong to the new file.
-        detach(&found).await?;
+        detach(file, &found).await?;
         write(file, marker).await?;
     }
     let made = losetup(&["--find", "--show", "--nooverlap"], file).await?;
@@ -36,7 +36,7 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
 
 /// Removes the file and its loop devices. A missing file is no error.
 pub(super) async fn remove(file: &Path) -> Result<(), String> {
-    detach(&of(file).await?).await?;
+    detach(file, &of(file).await?).await?;
     on_disk("remove", file, |path| files::gone(fs::remove_file(path))).await
 }
 
@@ -49,8 +49,14 @@ async fn of(file: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(listed.lines().filter_map(device).collect())
 }
 
-async fn detach(devices: &[PathBuf]) -> Result<(), String> {
+/// Detaches those of the devices that belong to the file still.
+async fn detach(file: &Path, devices: &[PathBuf]) -> Result<(), String> {
+    // The kernel gives an open device to no other file. Between a look and the detach, it could give it away.
+    let mut held = Vec::new();
     for device in devices {
+        held.extend(on_disk("open", device, peerpod_common::files::open_device).await?);
+    }
+    for device in of(file).await?.iter().filter(|device| devices.contains(device)) {
         losetup(&["--detach"], device).await?;
     }
     Ok(())
