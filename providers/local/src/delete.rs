@@ -71,21 +71,26 @@ impl Shared {
         }
         let Some(lock) = self.end_processes(id).await? else { return Ok(()) };
         Arc::clone(self).detach_all(id.clone()).await?;
-        let (store, vm) = (self.store.clone(), id.clone());
+        let vm = id.clone();
         blocking(move || {
             let gone = network::client().and_then(|mut client| {
                 let mut links = network::host_links(vm.as_str()).into_iter();
                 links.try_for_each(|link| network::remove(&mut client, &link))
             });
             gone.map_err(|error| Error::transient(error.to_string()))?;
-            cgroup::remove(vm.as_str()).map_err(|error| disk(error).during("remove its cgroups"))?;
+            cgroup::remove(vm.as_str()).map_err(|error| disk(error).during("remove its cgroups"))
+        })
+        .await?;
+        self.network.lock().await.retain(|_, owner| owner != id);
+        self.remove_bridges_if_unused().await?;
+        // Last, because `list_owned` shows the VM by its directory until nothing else is left.
+        let (store, vm) = (self.store.clone(), id.clone());
+        blocking(move || {
             let removed = store.remove(&vm).map_err(|error| disk(error).during("remove its directory"));
             drop(lock);
             removed
         })
         .await?;
-        self.network.lock().await.retain(|_, owner| owner != id);
-        self.remove_bridges_if_unused().await?;
         tracing::debug!(instance = %id, "local VM is gone");
         Ok(())
     }
