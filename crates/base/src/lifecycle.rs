@@ -13,36 +13,25 @@ use tokio::sync::watch;
 /// Notifies all tasks that the process is to end. Clones share one shutdown.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
-    sender: Arc<watch::Sender<Option<String>>>,
+    sender: Arc<watch::Sender<bool>>,
 }
 
 impl Shutdown {
-    /// Triggers the shutdown. The first reason stays.
-    pub fn trigger(&self, reason: &str) {
-        self.sender.send_if_modified(|current| {
-            let first = current.is_none();
-            if first {
-                *current = Some(reason.to_owned());
-            }
-            first
-        });
+    /// Triggers the shutdown.
+    pub fn trigger(&self) {
+        self.sender.send_replace(true);
     }
 
     /// Whether the shutdown is triggered.
     pub fn is_triggered(&self) -> bool {
-        self.sender.borrow().is_some()
-    }
-
-    /// Returns the reason, once the shutdown is triggered.
-    pub fn reason(&self) -> Option<String> {
-        self.sender.borrow().clone()
+        *self.sender.borrow()
     }
 
     /// Returns when the shutdown is triggered, at once if it was before. May be dropped at any time.
     pub async fn wait(&self) {
         let mut receiver = self.sender.subscribe();
         // Fails only when every sender is gone, and `self` holds one.
-        if receiver.wait_for(Option::is_some).await.is_err() {
+        if receiver.wait_for(|triggered| *triggered).await.is_err() {
             std::future::pending::<()>().await;
         }
     }
@@ -66,7 +55,7 @@ pub fn signals() -> std::io::Result<Shutdown> {
                 std::process::exit(128 + number);
             }
             tracing::info!(signal = name, "shutting down");
-            told.trigger(name);
+            told.trigger();
         }
     });
     Ok(shutdown)

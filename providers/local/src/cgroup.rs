@@ -1,17 +1,11 @@
-//! Gives each VM cgroups of its own, which a real kata-agent needs: one folder per hierarchy of the node. A cgroup
-//! namespace makes these folders the VM's roots.
-//!
-//! The source of the layout is `cgroups(7)`. Without writable cgroups, as in a container that has none, a VM has none
-//! either.
+//! Gives each VM cgroups of its own (`cgroups(7)`), which a real kata-agent needs: one folder per hierarchy of the node.
+//! A cgroup namespace makes these folders the VM's roots. Without writable cgroups on the node, a VM has none either.
 
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use nix::sched::{CloneFlags, unshare};
-
-/// Folder of the VM's first process in version 2, where a cgroup with controllers for others has no process itself.
-const FIRST_PROCESS: &str = "init";
 
 /// A mounted hierarchy of the node.
 pub(crate) struct Hierarchy {
@@ -77,7 +71,8 @@ pub(crate) fn enter(vm: &str) -> io::Result<Vec<Hierarchy>> {
     if let [hierarchy] = &all[..]
         && hierarchy.kind == "cgroup2"
     {
-        let first = folder(hierarchy, vm).join(FIRST_PROCESS);
+        // In version 2 a cgroup with controllers for others has no process itself.
+        let first = folder(hierarchy, vm).join("init");
         fs::create_dir_all(&first)?;
         fs::write(first.join("cgroup.procs"), "0")?;
     }

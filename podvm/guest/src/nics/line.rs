@@ -3,7 +3,9 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use super::wanted::{Wanted, WantedRoute, masked};
+use peerpod_podnet::underlay::network;
+
+use super::wanted::{Wanted, WantedRoute};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Static {
@@ -67,7 +69,7 @@ fn one(value: &str) -> Result<Option<Static>, String> {
     let is_v6 = client_address.is_ipv6();
     let prefix = |mask: &str| prefix(mask, is_v6).ok_or_else(|| format!("{mask:?} is no netmask"));
     let prefix = field(3).map_or(Ok(by_class(client_address)), prefix)?;
-    let route = |gateway| WantedRoute { destination: masked(client_address, 0), gateway: Some(gateway) };
+    let route = |gateway| WantedRoute { destination: network(client_address, 0), gateway: Some(gateway) };
     let wanted = Wanted {
         address: client_address,
         prefix,

@@ -2,7 +2,7 @@
 //! kernel. Applying also removes unwanted settings of before: addresses that end, routes of DHCP. Settings of other
 //! programs stay.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr};
 
 use mozim::{DhcpV4Lease, DhcpV6Lease};
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
@@ -12,6 +12,7 @@ use netlink_packet_route::route::{
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_podnet::netlink::{Client, Error};
+use peerpod_podnet::underlay::network;
 use rtnetlink::{LinkUnspec, RouteMessageBuilder};
 
 /// Longest lifetime in seconds. The kernel marks an endless address as permanent, and the guest treats a permanent
@@ -51,7 +52,7 @@ impl Wanted {
         let default = |gateway: &Ipv4Addr| WantedRoute { destination: any, gateway: Some((*gateway).into()) };
         let routes = lease.classless_routes.iter().flatten().take(MOST_ROUTES);
         let routes = routes.map(|route| WantedRoute {
-            destination: masked(route.destination.into(), route.prefix_length),
+            destination: network(route.destination.into(), route.prefix_length),
             gateway: Some(route.router).filter(|router| !router.is_unspecified()).map(IpAddr::from),
         });
         let wanted_routes = match &lease.classless_routes {
@@ -157,10 +158,10 @@ impl Wanted {
             .map_err(|e| e.to_string())?;
         let Some(gateway) = wanted.gateway else { return Ok(route.scope(RouteScope::Link).build()) };
         // Clouds assign addresses without a network, and no route leads to their gateway.
-        let is_near = masked(gateway, self.prefix) == masked(self.address, self.prefix);
+        let is_near = network(gateway, self.prefix) == network(self.address, self.prefix);
         let is_routed = self.routes.iter().any(|other| {
-            let (network, bits) = other.destination;
-            other.gateway.is_none() && masked(gateway, bits).0 == network
+            let (_, bits) = other.destination;
+            other.gateway.is_none() && network(gateway, bits) == other.destination
         });
         let route = route.gateway(gateway).map_err(|e| e.to_string())?;
         Ok(if is_near || is_routed { route.build() } else { route.onlink().build() })
@@ -257,22 +258,6 @@ fn destination(route: &RouteMessage) -> (IpAddr, u8) {
     (to.unwrap_or(Ipv4Addr::UNSPECIFIED.into()), route.header.destination_prefix_length)
 }
 
-/// Returns the network of an address.
-pub(crate) fn masked(address: IpAddr, bits: u8) -> (IpAddr, u8) {
-    match address {
-        IpAddr::V4(address) => {
-            let bits = bits.min(32);
-            let mask = u32::MAX.checked_shl(32 - u32::from(bits)).unwrap_or(0);
-            (Ipv4Addr::from_bits(address.to_bits() & mask).into(), bits)
-        }
-        IpAddr::V6(address) => {
-            let bits = bits.min(128);
-            let mask = u128::MAX.checked_shl(128 - u32::from(bits)).unwrap_or(0);
-            (Ipv6Addr::from_bits(address.to_bits() & mask).into(), bits)
-        }
-    }
-}
-
 fn family(address: IpAddr) -> AddressFamily {
     if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
@@ -308,13 +293,13 @@ mod tests {
 
     #[test]
     fn masks_are_those_of_networks() {
-        for (address, bits, network) in [
+        for (address, bits, expected) in [
             ("10.7.3.9", 24, "10.7.3.0"),
             ("10.7.3.9", 0, "0.0.0.0"),
             ("10.7.3.9", 32, "10.7.3.9"),
             ("fd00::9", 64, "fd00::"),
         ] {
-            assert_eq!(masked(address.parse().unwrap(), bits), (network.parse().unwrap(), bits));
+            assert_eq!(network(address.parse().unwrap(), bits), (expected.parse().unwrap(), bits));
         }
     }
 

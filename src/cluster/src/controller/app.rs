@@ -92,7 +92,7 @@ impl BoundController {
         context.ready.not_ready("shutdown", "stopping");
         if !over {
             // Ends the leader's parts first and then the Lease.
-            context.shutdown.trigger("a part ended");
+            context.shutdown.trigger();
             if let Err(error) = terms.await {
                 warn!(error = chain(error.as_ref()), "a part failed at the end");
             }

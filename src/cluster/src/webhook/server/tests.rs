@@ -267,7 +267,7 @@ async fn idle_connections_are_closed_and_active_ones_stay() {
 async fn leaves_without_a_review_lost() {
     let mut served = Served::start("leaves").await;
     let mut idle = served.connect().await;
-    served.shutdown.trigger("test");
+    served.shutdown.trigger();
     let began = Instant::now();
     loop {
         if served.admin("/readyz").await.starts_with("HTTP/1.1 503") {
