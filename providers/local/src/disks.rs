@@ -343,6 +343,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_loop_device_of_another_file_is_not_detached() {
+        let folder = std::env::temp_dir().join(format!("peerpod-loops-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let [ours, theirs] = ["ours", "theirs"].map(|name| folder.join(name));
+        for file in [&ours, &theirs] {
+            fs::write(file, [0; 4096]).unwrap();
+        }
+        let device = losetup(&["--find", "--show", theirs.to_str().unwrap()]).unwrap();
+        let loop_number = number(device.trim()).unwrap();
+        detach_loop(loop_number, &ours).unwrap();
+        assert_eq!(loops_of(&theirs), Ok(vec![loop_number]));
+        detach_loop(loop_number, &theirs).unwrap();
+        // Another program may have the device open at this moment.
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while loops_of(&theirs) != Ok(Vec::new()) {
+            assert!(std::time::Instant::now() < deadline, "{device} is still attached");
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
     fn a_disks_name_follows_from_its_id() {
         assert_eq!(name_of("pvc-1.x"), "peerpod-pvc-1.x");
         let odd = name_of("/var/lib/disks/a b");

@@ -9,8 +9,8 @@
 //! * The directory of a VM (see `store.rs`) exists before the first effect and is removed after the last.
 //! * Disks are files of the node, attached as loop devices (see `disks.rs`); this provider never creates or removes
 //!   them.
-//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, and processes it
-//!   started.
+//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, cgroups
+//!   `peerpod-local-…`, and processes it started.
 
 mod cgroup;
 pub mod config;
