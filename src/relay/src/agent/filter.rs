@@ -8,6 +8,10 @@
 //! another guest program replaces the lost one, the filter therefore asks these calls again (`is_repeatable`). All
 //! other pending calls get an error, because the agent may have carried them out.
 //!
+//! A success of CloseStdin reaches the shim as an error. Kata's Go shim (to 4.1) has one flag for the three streams of
+//! a process: after a success it reads no more output, and the process waits for ever (kata-containers, issue 13640).
+//! After an error it reads on. containerd logs the error, and nothing else follows from it.
+//!
 //! Answers of the guest up to `HOLD` bytes are held and passed on whole; larger ones pass as they arrive. If the guest
 //! is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced. The relay's own
 //! answers wait for the end of the present answer (`FrameWriter`).
@@ -24,7 +28,7 @@ use peerpod_link::frame::{
 };
 use peerpod_link::ids::IdMap;
 use peerpod_proto::intercept::CopyFileRequest;
-use peerpod_proto::ttrpc_frame::Request;
+use peerpod_proto::ttrpc_frame::{Request, Response};
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +45,10 @@ const SMALL_CALL: usize = 1 << 10;
 const SERVICE: &str = "grpc.AgentService";
 const HEALTH: &str = "grpc.Health";
 const OOM_EVENT: &str = "GetOOMEvent";
+
+/// Text of the error in place of a success of CloseStdin.
+const CLOSED: &str =
+    "the process's input is closed; this is an error because Kata's Go shim would stop to read output";
 
 /// State shared by all connections of one sandbox.
 #[derive(Debug, Default)]
@@ -134,6 +142,8 @@ struct Standing {
     /// The requests that may be asked again, as frames one after the other.
     #[serde(default)]
     repeatable: Vec<u8>,
+    #[serde(default)]
+    closing: Vec<u32>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
@@ -153,6 +163,8 @@ pub struct AgentFilter {
     /// Streams that wait for an answer. The shim chooses the numbers; it is root here, so collisions ([`IdMap`]) are no
     /// attack. The value is the frame of a request that may be asked again, and otherwise empty.
     pending: IdMap<Vec<u8>>,
+    /// Streams of pending calls of CloseStdin.
+    closing: Vec<u32>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
@@ -169,6 +181,7 @@ impl AgentFilter {
             shared,
             bounds,
             pending: IdMap::default(),
+            closing: Vec::new(),
             requests: FrameReader::new(),
             request: Fate::None,
             answers: FrameReader::new(),
@@ -241,6 +254,7 @@ impl AgentFilter {
                 self.request = Fate::Gather(have);
                 return;
             }
+            Peek::Method { service: SERVICE, method: "CloseStdin" } => self.closing.push(head.stream),
             Peek::Method { .. } | Peek::More | Peek::Unknown => {}
         }
         self.request = Fate::Pass;
@@ -343,6 +357,13 @@ impl AgentFilter {
     /// Passes a held answer on, now that it is whole. Its call may have been refused meanwhile.
     fn release(&mut self, frame: &[u8], local: &mut BytesMut) {
         let answers = frame.first_chunk().map(Header::decode);
+        if let Some(head) = answers
+            && self.closing.contains(&head.stream)
+            && is_success(frame)
+            && self.settle(head.stream)
+        {
+            return self.refuse(head.stream, code::FAILED_PRECONDITION, CLOSED, local);
+        }
         if answers.is_some_and(|head| head.kind == frame::DATA || self.settle(head.stream)) {
             self.to_shim.whole(frame, local);
         }
@@ -353,6 +374,7 @@ impl AgentFilter {
         let was = self.pending.remove(&stream).is_some();
         if was {
             self.shared.pending.fetch_sub(1, Relaxed);
+            self.closing.retain(|closing| *closing != stream);
             if self.pending.is_empty() && self.pending.capacity() > 64 {
                 self.pending = IdMap::default();
             }
@@ -393,6 +415,12 @@ fn is_repeatable(service: &str, method: &str) -> bool {
         SERVICE => matches!(method, OOM_EVENT | "ReadStderr" | "ReadStdout" | "WaitProcess"),
         _ => service == HEALTH,
     }
+}
+
+/// Whether an answer is a success.
+fn is_success(frame: &[u8]) -> bool {
+    let payload = frame.get(HEADER_LEN..).unwrap_or_default();
+    Response::parse_from_bytes(payload).is_ok_and(|answer| answer.status.code == 0)
 }
 
 /// Whether a request is GetOOMEvent, which the Rust shim repeats in a tight loop after an error.
@@ -522,6 +550,7 @@ impl Filter for AgentFilter {
         let standing = Standing {
             pending: pending.map(|(stream, request)| (*stream, is_oom_event(request))).collect(),
             repeatable: self.repeatable(),
+            closing: self.closing.clone(),
             requests: self.requests.clone(),
             request: self.request.clone(),
             answers: self.answers.clone(),
@@ -556,7 +585,7 @@ impl Filter for AgentFilter {
         }
         (self.requests, self.request) = (standing.requests, standing.request);
         (self.answers, self.answer) = (standing.answers, standing.answer);
-        self.copies = standing.copies;
+        (self.closing, self.copies) = (standing.closing, standing.copies);
         true
     }
 }

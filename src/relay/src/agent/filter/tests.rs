@@ -77,6 +77,22 @@ impl Seen {
     }
 }
 
+#[test]
+fn a_success_of_close_stdin_is_an_error_to_the_shim() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    for (stream, method) in [(1, "CloseStdin"), (3, "CloseStdin"), (5, "TtyWinResize")] {
+        seen.shim(&mut filter, &request(stream, method, 9));
+    }
+    let mut filter = handed_over(&filter);
+    seen.guest(&mut filter, &answer(5, 0));
+    seen.guest(&mut filter, &answer(1, 0));
+    seen.guest(&mut filter, &frame::error_response(3, code::INTERNAL, "no such process"));
+    // The stream's number may come again.
+    seen.shim(&mut filter, &request(1, "TtyWinResize", 9));
+    seen.guest(&mut filter, &answer(1, 0));
+    assert_eq!(codes(&seen.local), [(5, 0), (1, code::FAILED_PRECONDITION), (3, code::INTERNAL), (1, 0)]);
+}
+
 proptest! {
     #[test]
     fn bytes_pass_unchanged_in_any_pieces(
