@@ -22,7 +22,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
+.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
@@ -106,6 +106,12 @@ test-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test cluster
+
+# Pods on a real node with kubelet, containerd and Kata's programs, which the folder KATA_DIR contains (CONTRIBUTING.md).
+test-kubernetes: setup image-minimal
+	tests/kube/build
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	$(CARGO) test --locked --workspace $(WITH) --test kubernetes
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 test-csi: setup

@@ -2,6 +2,7 @@
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write;
+use std::net::Ipv4Addr;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,10 +13,10 @@ use hyper::Request;
 use kube::config::AuthInfo;
 use kube::{Client, Config};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
     PublicKeyData,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::hook::pem;
 use crate::process::{Process, free_port, servers};
@@ -35,7 +36,12 @@ pub struct Options {
     pub controllers: Vec<&'static str>,
     /// More flags for kube-apiserver.
     pub api_server: Vec<String>,
+    /// Address of the node [`NODE`], if a kubelet runs there. The API server listens on it, too.
+    pub node: Option<Ipv4Addr>,
 }
+
+/// Name of the node with a kubelet.
+pub const NODE: &str = "worker-1";
 
 /// A running cluster. Ends when dropped.
 pub struct Cluster {
@@ -71,7 +77,7 @@ impl Cluster {
         let folder = std::env::temp_dir().join(format!("peerpod-kube-{}", random()?));
         fs::create_dir(&folder)?;
         fs::set_permissions(&folder, Permissions::from_mode(0o700))?;
-        let ca = certificates(&folder)?;
+        let ca = certificates(&folder, options.node)?;
         let port = free_port()?;
         let admin_token = random()?;
         let mut cluster =
@@ -83,10 +89,10 @@ impl Cluster {
         )?;
         let token = cluster.admin_token.clone();
         secret(&cluster.path("admin.kubeconfig"), &cluster.kubeconfig(&token))?;
-        cluster.start_api_server(&servers, etcd, &options.api_server)?;
+        cluster.start_api_server(&servers, etcd, options)?;
         cluster.wait_ready().await?;
         if !options.controllers.is_empty() {
-            cluster.start_controllers(&servers, &options.controllers)?;
+            cluster.start_controllers(&servers, options)?;
         }
         Ok(cluster)
     }
@@ -109,7 +115,7 @@ impl Cluster {
         Ok(port)
     }
 
-    fn start_api_server(&mut self, servers: &Path, etcd: u16, more: &[String]) -> Result<()> {
+    fn start_api_server(&mut self, servers: &Path, etcd: u16, options: &Options) -> Result<()> {
         let mut flags = vec![
             "kube-apiserver".to_owned(),
             format!("--etcd-servers=http://127.0.0.1:{etcd}"),
@@ -124,25 +130,40 @@ impl Cluster {
             "--service-account-issuer=https://peerpod.test".to_owned(),
             "--service-account-key-file=accounts.pub".to_owned(),
             "--service-account-signing-key-file=accounts.key".to_owned(),
-            // Tests make pods before the controllers have made a default account.
-            "--disable-admission-plugins=ServiceAccount".to_owned(),
         ];
-        flags.extend_from_slice(more);
+        match options.node {
+            // Tests make pods before the controllers have made a default account.
+            None => flags.push("--disable-admission-plugins=ServiceAccount".to_owned()),
+            Some(address) => flags.extend([
+                format!("--advertise-address={address}"),
+                "--bind-address=0.0.0.0".to_owned(),
+                "--client-ca-file=ca.crt".to_owned(),
+                "--kubelet-client-certificate=api-server.crt".to_owned(),
+                "--kubelet-client-key=api-server.key".to_owned(),
+                "--kubelet-preferred-address-types=InternalIP".to_owned(),
+                "--allow-privileged=true".to_owned(),
+            ]),
+        }
+        flags.extend_from_slice(&options.api_server);
         self.api_server.clone_from(&flags);
         self.processes.insert(0, Process::start(API_SERVER, servers, &flags, &self.folder)?);
         Ok(())
     }
 
-    fn start_controllers(&mut self, servers: &Path, controllers: &[&str]) -> Result<()> {
-        let flags = [
+    fn start_controllers(&mut self, servers: &Path, options: &Options) -> Result<()> {
+        let mut flags = vec![
             "kube-controller-manager".to_owned(),
             "--kubeconfig=admin.kubeconfig".to_owned(),
-            format!("--controllers={}", controllers.join(",")),
+            format!("--controllers={}", options.controllers.join(",")),
             "--leader-elect=false".to_owned(),
             "--bind-address=127.0.0.1".to_owned(),
             format!("--secure-port={}", free_port()?),
             "--service-account-private-key-file=accounts.key".to_owned(),
         ];
+        if options.node.is_some() {
+            let more = ["--root-ca-file=ca.crt", "--use-service-account-credentials"];
+            flags.extend(more.map(str::to_owned));
+        }
         self.processes.insert(0, Process::start("kube-controller-manager", servers, &flags, &self.folder)?);
         Ok(())
     }
@@ -163,7 +184,7 @@ impl Cluster {
             if began.elapsed() > READY_WITHIN {
                 bail!(
                     "kube-apiserver is not ready after {READY_WITHIN:?}: {why}\n{}",
-                    self.processes[0].last_words()
+                    self.processes[0].last_lines()
                 );
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -235,10 +256,20 @@ impl Cluster {
 
     /// Returns a kubeconfig's text with this token.
     pub fn kubeconfig(&self, token: &str) -> String {
+        self.kubeconfig_with(&json!({"token": token}))
+    }
+
+    /// Returns the text of a kubelet's kubeconfig, with the certificate of [`NODE`].
+    pub fn kubeconfig_of_node(&self) -> String {
+        let [certificate, key] = ["node.crt", "node.key"].map(|file| self.path(file));
+        self.kubeconfig_with(&json!({"client-certificate": certificate, "client-key": key}))
+    }
+
+    fn kubeconfig_with(&self, user: &Value) -> String {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
             "clusters": [{"name": "test", "cluster": {"server": self.url(), "certificate-authority": self.path("ca.crt")}}],
-            "users": [{"name": "test", "user": {"token": token}}],
+            "users": [{"name": "test", "user": user}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         });
         config.to_string()
@@ -271,18 +302,33 @@ impl Drop for Cluster {
     }
 }
 
-/// Writes a CA, the server's certificate, and the key that signs service accounts' tokens. Returns the CA as DER.
-fn certificates(folder: &Path) -> Result<Vec<u8>> {
+/// Writes a CA, the server's certificate, and the key that signs service accounts' tokens; with a node, also the
+/// certificates of its kubelet and of the API server as the kubelet's client. Returns the CA as DER.
+fn certificates(folder: &Path, node: Option<Ipv4Addr>) -> Result<Vec<u8>> {
+    let name_of_node = format!("system:node:{NODE}");
     let key = || KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256);
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca = CertifiedIssuer::self_signed(params, key()?)?;
-    let server = key()?;
-    let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
-    let certificate = CertificateParams::new(names)?.signed_by(&server, &ca)?;
+    let issue = |name: &str, subject: [(DnType, &str); 2], names: Vec<String>| -> Result<()> {
+        let key = key()?;
+        let mut params = CertificateParams::new(names)?;
+        subject.into_iter().for_each(|(part, value)| params.distinguished_name.push(part, value));
+        let certificate = params.signed_by(&key, &ca)?;
+        fs::write(folder.join(format!("{name}.crt")), pem("CERTIFICATE", certificate.der()))?;
+        secret(&folder.join(format!("{name}.key")), &pem("PRIVATE KEY", key.serialized_der()))
+    };
+    let subject = |group, name| [(DnType::OrganizationName, group), (DnType::CommonName, name)];
     fs::write(folder.join("ca.crt"), pem("CERTIFICATE", ca.der()))?;
-    fs::write(folder.join("server.crt"), pem("CERTIFICATE", certificate.der()))?;
-    secret(&folder.join("server.key"), &pem("PRIVATE KEY", server.serialized_der()))?;
+    // The second address is that of the Service `kubernetes`.
+    let mut names =
+        ["127.0.0.1", "10.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned).to_vec();
+    if let Some(address) = node {
+        names.push(address.to_string());
+        issue("node", subject("system:nodes", &name_of_node), vec![NODE.to_owned(), address.to_string()])?;
+        issue("api-server", subject("system:masters", "kube-apiserver"), Vec::new())?;
+    }
+    issue("server", subject("test", "kube-apiserver"), names)?;
     let accounts = key()?;
     secret(&folder.join("accounts.key"), &pem("PRIVATE KEY", accounts.serialized_der()))?;
     fs::write(folder.join("accounts.pub"), pem("PUBLIC KEY", &accounts.subject_public_key_info()))?;

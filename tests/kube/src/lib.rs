@@ -11,10 +11,10 @@ mod hook;
 mod process;
 
 pub use access::{Rule, cluster_uid};
-pub use cluster::{Cluster, Options};
+pub use cluster::{Cluster, NODE, Options};
 pub use helm::{helm, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};
-pub use process::{Process, program};
+pub use process::{Process, program, servers};
 
 use std::time::{Duration, Instant};
 

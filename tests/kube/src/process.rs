@@ -109,12 +109,12 @@ impl Process {
     pub fn check(&mut self) -> Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),
-            Some(status) => bail!("{} ended ({status}):\n{}", self.name, self.last_words()),
+            Some(status) => bail!("{} ended ({status}):\n{}", self.name, self.last_lines()),
         }
     }
 
     /// Returns the name that it was started with.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
@@ -133,7 +133,8 @@ impl Process {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    pub(crate) fn last_words(&self) -> String {
+    /// Returns the last 15 lines of its output.
+    pub fn last_lines(&self) -> String {
         let text = self.said();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(15)..].join("\n")
@@ -167,7 +168,10 @@ pub(crate) fn free_port() -> Result<u16> {
 }
 
 /// Returns the program that `tests/kube/build` builds.
-pub(crate) fn servers() -> Result<PathBuf> {
+///
+/// # Errors
+/// When it does not exist.
+pub fn servers() -> Result<PathBuf> {
     beside_us("kube/kube-server").context("build it first (`tests/kube/build`, or `make test-kube`)")
 }
 

@@ -243,6 +243,9 @@ fn root(
             Err(_) => bind(&Path::new("/").join(link), &new.join(link), true)?,
         }
     }
+    // As in the container image (deploy/dist): container runtimes name network namespaces /var/run/netns/….
+    fs::create_dir_all(new.join("var"))?;
+    symlink("../run", new.join("var/run"))?;
     let programs = program.parent().context("the program's path has a folder")?;
     bind(programs, &inside(programs), true)?;
 

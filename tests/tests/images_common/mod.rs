@@ -162,12 +162,22 @@ impl Image {
 
     /// Makes an image with a changed manifest.
     pub fn with(layers: &[Layer], change: impl FnOnce(&mut Value)) -> Image {
+        Image::made(layers, |_| {}, change)
+    }
+
+    /// Makes an image with a changed configuration.
+    pub fn configured(layers: &[Layer], configure: impl FnOnce(&mut Value)) -> Image {
+        Image::made(layers, |config| configure(&mut config["config"]), |_| {})
+    }
+
+    fn made(layers: &[Layer], configure: impl FnOnce(&mut Value), change: impl FnOnce(&mut Value)) -> Image {
         let ids: Vec<&str> = layers.iter().map(|layer| layer.diff_id.as_str()).collect();
-        let config = json!({
+        let mut config = json!({
             "architecture": "amd64", "os": "linux",
             "config": { "Env": ["PATH=/bin"], "Cmd": ["/bin/sh"], "WorkingDir": "/" },
             "rootfs": { "type": "layers", "diff_ids": ids },
         });
+        configure(&mut config);
         let config = serde_json::to_vec(&config).unwrap();
         let described: Vec<Value> = layers
             .iter()

@@ -152,6 +152,8 @@ pub struct Daemons {
     rights: Rights,
     /// Folders that an operator adds to the chart's volumes.
     extra: Vec<PathBuf>,
+    /// Folder of the containers' bundles.
+    bundles: PathBuf,
     /// Whether `tunnel.kind` is not `vxlan`, for which the chart has one more volume.
     encrypted: bool,
     relay: Option<Child>,
@@ -185,9 +187,10 @@ impl Daemons {
             share(&world.folder().join("kubelet"))?;
         }
         let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
+        let bundles = values["relay"]["bundles"][0].as_str().context("a folder of bundles")?.into();
         let Settings { rights, extra, .. } = settings;
         let world = world.clone();
-        Ok(Daemons { world, config, rights, extra, encrypted, relay: None, node: None, cloud })
+        Ok(Daemons { world, config, rights, extra, bundles, encrypted, relay: None, node: None, cloud })
     }
 
     /// Restarts the local provider with one setting (`provider.local.<key>`) changed. Its VMs keep running.
@@ -312,11 +315,8 @@ impl Daemons {
     /// that it contains the files that a test's settings name.
     fn volumes(&self, daemon: &str) -> Vec<(&'static str, PathBuf)> {
         let folder = self.world.folder();
-        let mut volumes = vec![
-            ("config", folder.to_owned()),
-            ("run", self.run_dir()),
-            ("bundles-0", folder.join("bundles")),
-        ];
+        let mut volumes =
+            vec![("config", folder.to_owned()), ("run", self.run_dir()), ("bundles-0", self.bundles.clone())];
         if daemon == "relay" {
             let state = self.state_dir();
             volumes.extend([("state-relay", state.join("relay")), ("state-inbox", state.join("inbox"))]);

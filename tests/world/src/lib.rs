@@ -36,7 +36,7 @@ mod world;
 pub use command::ip;
 pub use container::{Container, share};
 pub use daemons::{Daemons, LedgerEntry, Settings, binary};
-pub use libvirtd::Libvirtd;
+pub use libvirtd::{Libvirtd, NETWORK, POOL};
 pub use sight::Sight;
 pub use spawner::Spawner;
 pub use wait::{eventually, eventually_blocking};

@@ -368,7 +368,7 @@ async fn installs_on_a_real_api_server() {
     let controllers = ["daemonset-controller", "deployment-controller", "replicaset-controller"];
     // The provider for development needs a privileged pod.
     let api_server = vec!["--allow-privileged=true".to_owned()];
-    let options = Options { controllers: controllers.to_vec(), api_server };
+    let options = Options { controllers: controllers.to_vec(), api_server, node: None };
     let cluster = Cluster::start(options).await.unwrap();
     let client = cluster.client().unwrap();
     cluster.namespace(NAMESPACE).await.unwrap();

@@ -1,0 +1,200 @@
+//! Rights and resources of pods, and pods that are refused.
+
+use std::thread;
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+use super::{Case, SLEEP};
+
+pub(crate) fn no_new_privileges(case: &Case<'_>) -> anyhow::Result<()> {
+    let spec = "containers: [{name: c, image: IMAGE, securityContext: {allowPrivilegeEscalation: false, runAsUser: 1000},
+        command: [sh, -c, 'grep NoNewPrivs /proc/self/status']}]";
+    case.prints(spec, "NoNewPrivs:\t1\n")
+}
+
+pub(crate) fn privileged(case: &Case<'_>) -> anyhow::Result<()> {
+    let spec = "containers: [{name: c, image: IMAGE, securityContext: {privileged: true},
+        command: [sh, -c, 'mkdir /m && mount -t tmpfs none /m && echo mounted']}]";
+    case.prints(spec, "mounted\n")
+}
+
+pub(crate) fn root_refused(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod(
+        "p",
+        "securityContext: {runAsNonRoot: true}, containers: [{name: c, image: IMAGE, command: [sleep, '9']}]",
+    )?;
+    case.waiting("p", "CreateContainerConfigError", "runAsNonRoot")
+}
+
+pub(crate) fn seccomp(case: &Case<'_>) -> anyhow::Result<()> {
+    let spec = "securityContext: {seccompProfile: {type: RuntimeDefault}},
+        containers: [{name: c, image: IMAGE, command: [echo, runs]}]";
+    case.prints(spec, "runs\n")
+}
+
+pub(crate) fn limits(case: &Case<'_>) -> anyhow::Result<()> {
+    let spec = "containers: [{name: c, image: IMAGE, resources: {limits: {cpu: 500m, memory: 64Mi}},
+        command: [sh, -c, 'cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null;
+          cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null || cut -d\" \" -f1 /sys/fs/cgroup/cpu.max']}]";
+    case.prints(spec, "67108864\n50000\n")
+}
+
+pub(crate) fn host_path(case: &Case<'_>) -> anyhow::Result<()> {
+    // The folder of the node is not in the VM: the pod starts with a copy, or it is told why not.
+    case.pod(
+        "p",
+        &format!("volumes: [{{name: v, hostPath: {{path: /etc}}}}],
+         containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'], volumeMounts: [{{name: v, mountPath: /v}}]}}]"),
+    )?;
+    case.until("the pod runs or an event names the host path", || {
+        let runs = case.get("pod/p")?["status"]["phase"] == "Running";
+        let events = case.get("event/")?.to_string();
+        Ok((runs || events.contains("hostPath")).then_some(()))
+    })
+}
+
+pub(crate) fn host_network(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod("p", "hostNetwork: true, containers: [{name: c, image: IMAGE, command: [sleep, '9']}]")?;
+    case.event("FailedCreatePodSandBox", "hostNetwork: true")
+}
+
+pub(crate) fn summary(case: &Case<'_>) -> anyhow::Result<()> {
+    case.script("p", "Always", "while :; do :; done")?;
+    case.ready("p")?;
+    let path = format!("/api/v1/nodes/{}/proxy/stats/summary", peerpod_test_kube::NODE);
+    case.until("the summary has the processor time and memory of the pod and its container", || {
+        // containerd fails while any container of the node is being made.
+        let Ok(summary) = case.node.read(&path) else { return Ok(None) };
+        let mut pods = summary["pods"].as_array().into_iter().flatten();
+        let Some(pod) = pods.find(|pod| pod["podRef"]["namespace"] == case.namespace) else {
+            return Ok(None);
+        };
+        let is_counted = |one: &Value| {
+            one["cpu"]["usageCoreNanoSeconds"].as_u64().is_some_and(|time| time > 0)
+                && one["memory"]["workingSetBytes"].as_u64().is_some_and(|bytes| bytes > 0)
+        };
+        Ok((is_counted(pod) && is_counted(&pod["containers"][0])).then_some(()))
+    })
+}
+
+pub(crate) fn resource_metrics(case: &Case<'_>) -> anyhow::Result<()> {
+    case.script("p", "Always", "while :; do :; done")?;
+    case.ready("p")?;
+    let path = format!("/api/v1/nodes/{}/proxy/metrics/resource", peerpod_test_kube::NODE);
+    let namespace = format!("namespace=\"{}\"", case.namespace);
+    case.until("the metrics have the container", || {
+        let Ok(metrics) = case.kubectl(&["get", "--raw", &path]) else { return Ok(None) };
+        let has =
+            |name: &str| metrics.lines().any(|line| line.starts_with(name) && line.contains(&namespace));
+        let names = [
+            "container_cpu_usage_seconds_total{",
+            "container_memory_working_set_bytes{",
+            "pod_cpu_usage_seconds_total{",
+        ];
+        Ok(names.iter().all(|name| has(name)).then_some(()))
+    })
+}
+
+pub(crate) fn overhead(case: &Case<'_>) -> anyhow::Result<()> {
+    let class = format!("kata-{}", case.namespace);
+    case.apply(&format!(
+        "{{apiVersion: node.k8s.io/v1, kind: RuntimeClass, metadata: {{name: {class}}}, handler: kata-remote,
+           overhead: {{podFixed: {{cpu: 300m, memory: 64Mi}}}}}}"
+    ))?;
+    let pod = |name: &str, cpu: &str| {
+        format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}}}, spec: {{runtimeClassName: {class}, terminationGracePeriodSeconds: 1,
+               containers: [{{name: c, image: IMAGE, command: [sleep, '1000'], resources: {{requests: {{cpu: {cpu}}}}}}}]}}}}"
+        )
+    };
+    case.until("the class counts for new pods", || Ok(case.apply(&pod("small", "100m")).ok()))?;
+    case.ready("small")?;
+    let seen = case.get("pod/small")?["spec"]["overhead"]["cpu"].clone();
+    ensure!(seen == "300m", "{seen}");
+    // Its request fits the node's processors, its request with the overhead does not.
+    let node = case.node.read(&format!("/api/v1/nodes/{}", peerpod_test_kube::NODE))?;
+    let processors: u32 = node["status"]["allocatable"]["cpu"].as_str().context("cpu")?.parse()?;
+    case.apply(&pod("large", &format!("{}m", processors * 1000 - 200)))?;
+    let cleaned = case.event("FailedScheduling", "Insufficient cpu");
+    case.kubectl(&["delete", "runtimeclass", &class])?;
+    cleaned
+}
+
+pub(crate) fn capacity(case: &Case<'_>) -> anyhow::Result<()> {
+    // The extended resource is set on the node as the daemon sets it.
+    let resource = format!("example.org/{}", case.namespace);
+    let patch = format!(
+        "[{{\"op\":\"add\",\"path\":\"/status/capacity/{}\",\"value\":\"2\"}}]",
+        resource.replace('/', "~1")
+    );
+    case.kubectl(&[
+        "patch",
+        "node",
+        peerpod_test_kube::NODE,
+        "--subresource",
+        "status",
+        "--type=json",
+        "-p",
+        &patch,
+    ])?;
+    let node = format!("/api/v1/nodes/{}", peerpod_test_kube::NODE);
+    case.until("kubelet offers the resource", || {
+        Ok((case.node.read(&node)?["status"]["allocatable"][&resource] == "2").then_some(()))
+    })?;
+    for name in ["one", "two", "three"] {
+        case.pod(
+            name,
+            &format!("containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'], resources: {{limits: {{{resource}: 1}}}}}}]"),
+        )?;
+    }
+    case.event("FailedScheduling", &format!("Insufficient {resource}"))?;
+    case.ready("one")?;
+    case.ready("two")?;
+    case.kubectl(&["delete", "pod", "one", "--timeout=90s"])?;
+    case.ready("three")
+}
+
+pub(crate) fn many_containers(case: &Case<'_>) -> anyhow::Result<()> {
+    let containers: Vec<_> =
+        (0..6).map(|n| format!("{{name: c{n}, image: IMAGE, command: [echo, '{n}']}}")).collect();
+    case.pod("p", &format!("restartPolicy: Never, containers: [{}]", containers.join(", ")))?;
+    case.phase("p", "Succeeded")?;
+    thread::scope(|scope| {
+        let logs: Vec<_> = (0..6)
+            .map(|n| scope.spawn(move || (n, case.kubectl(&["logs", "p", "-c", &format!("c{n}")]))))
+            .collect();
+        for one in logs {
+            let (n, log) = one.join().map_err(|_| anyhow::anyhow!("panic"))?;
+            let log = log?;
+            ensure!(log == format!("{n}\n"), "{log:?}");
+        }
+        Ok(())
+    })
+}
+
+pub(crate) fn never_pulled(case: &Case<'_>) -> anyhow::Result<()> {
+    let image = super::image().replace("busybox", "other");
+    case.pod("p", &format!("containers: [{{name: c, image: '{image}', imagePullPolicy: Never}}]"))?;
+    case.waiting("p", "ErrImageNeverPull", "")
+}
+
+pub(crate) fn digest(case: &Case<'_>) -> anyhow::Result<()> {
+    let image = super::image().replace(":1", &format!("@{}", case.node.digest));
+    case.prints(&format!("containers: [{{name: c, image: '{image}', command: [echo, runs]}}]"), "runs\n")
+}
+
+pub(crate) fn image_config(case: &Case<'_>) -> anyhow::Result<()> {
+    let image = super::image().replace("busybox", "configured");
+    case.prints(
+        &format!("containers: [{{name: c, image: '{image}', args: [argument]}}]"),
+        "value /tmp 1000 argument\n",
+    )
+}
+
+pub(crate) fn always_pulled(case: &Case<'_>) -> anyhow::Result<()> {
+    case.prints(
+        "containers: [{name: c, image: IMAGE, imagePullPolicy: Always, command: [echo, runs]}]",
+        "runs\n",
+    )
+}

@@ -1,0 +1,127 @@
+//! Volumes of files that kubelet writes.
+
+use anyhow::ensure;
+
+use super::{Case, SLEEP};
+
+pub(crate) fn live_update(case: &Case<'_>) -> anyhow::Result<()> {
+    case.kubectl(&["create", "configmap", "m", "--from-literal=a=1", "--from-literal=b=1"])?;
+    case.kubectl(&["create", "secret", "generic", "s", "--from-literal=k=1"])?;
+    case.pod(
+        "p",
+        &format!(
+            "volumes: [{{name: m, configMap: {{name: m}}}}, {{name: s, secret: {{secretName: s}}}}],
+             containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'],
+               volumeMounts: [{{name: m, mountPath: /m}}, {{name: s, mountPath: /s}}]}}]"
+        ),
+    )?;
+    case.ready("p")?;
+    case.kubectl(&["patch", "configmap", "m", "-p", r#"{"data":{"a":"2","b":"2"}}"#])?;
+    case.kubectl(&["patch", "secret", "s", "-p", r#"{"stringData":{"k":"2"}}"#])?;
+    case.until("both are new", || {
+        let seen = case.exec("p", &["sh", "-c", "cat /m/a /m/b /s/k"])?;
+        Ok((seen == "222").then_some(()))
+    })
+}
+
+pub(crate) fn atomic_update(case: &Case<'_>) -> anyhow::Result<()> {
+    let set = |value: &str| {
+        let literals: Vec<_> = (0..20).map(|n| format!("--from-literal=k{n}={value}")).collect();
+        let words: Vec<&str> = literals.iter().map(String::as_str).collect();
+        case.kubectl(&[&["create", "configmap", "m", "--dry-run=client", "-o", "json"], &words[..]].concat())
+    };
+    case.apply(&set("1")?)?;
+    // A reader enters the folder of one version, and counts the values in it.
+    case.pod(
+        "p",
+        "restartPolicy: Never, volumes: [{name: m, configMap: {name: m}}],
+         containers: [{name: c, image: IMAGE, volumeMounts: [{name: m, mountPath: /m}], command: [sh, -c,
+           'while cd -P /m/..data; do n=$(cat k* | fold -w 1 | sort -u); case $n in 1|\"\") ;; 2) exit 0;; *) exit 1;; esac; done']}]",
+    )?;
+    case.ready("p")?;
+    case.apply(&set("2")?)?;
+    case.phase("p", "Succeeded")
+}
+
+pub(crate) fn changed_labels(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod(
+        "p",
+        &format!(
+            "volumes: [{{name: d, downwardAPI: {{items: [{{path: labels, fieldRef: {{fieldPath: metadata.labels}}}}]}}}}],
+             containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'], volumeMounts: [{{name: d, mountPath: /d}}]}}]"
+        ),
+    )?;
+    case.ready("p")?;
+    case.kubectl(&["label", "pod", "p", "colour=green"])?;
+    case.until("the label is in the pod", || {
+        Ok(case.exec("p", &["cat", "/d/labels"])?.contains("colour=\"green\"").then_some(()))
+    })
+}
+
+pub(crate) fn projected(case: &Case<'_>) -> anyhow::Result<()> {
+    case.kubectl(&["create", "configmap", "m", "--from-literal=a=alpha"])?;
+    case.kubectl(&["create", "secret", "generic", "s", "--from-literal=key=hidden"])?;
+    let spec = "volumes: [{name: v, projected: {sources: [{configMap: {name: m}}, {secret: {name: s}},
+          {downwardAPI: {items: [{path: name, fieldRef: {fieldPath: metadata.name}}]}},
+          {serviceAccountToken: {path: token, audience: somebody, expirationSeconds: 600}}]}}],
+        containers: [{name: c, image: IMAGE, volumeMounts: [{name: v, mountPath: /v}],
+          command: [sh, -c, 'ls /v; cat /v/name; echo; cut -d. -f2 /v/token | base64 -d 2>/dev/null | grep -c somebody']}]";
+    case.prints(spec, "a\nkey\nname\ntoken\np\n1\n")
+}
+
+pub(crate) fn optional(case: &Case<'_>) -> anyhow::Result<()> {
+    let spec = "volumes: [{name: v, configMap: {name: absent, optional: true}}],
+        containers: [{name: c, image: IMAGE, volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'ls /v | wc -l']}]";
+    case.prints(spec, "0\n")
+}
+
+pub(crate) fn missing(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod(
+        "p",
+        "volumes: [{name: v, configMap: {name: absent}}],
+         containers: [{name: c, image: IMAGE, volumeMounts: [{name: v, mountPath: /v}], command: [sleep, '9']}]",
+    )?;
+    case.event("FailedMount", "absent")?;
+    // The pod starts when the map comes.
+    case.kubectl(&["create", "configmap", "absent", "--from-literal=a=1"])?;
+    case.until("the pod's containers started", || {
+        Ok(case.get("pod/p")?["status"]["startTime"].is_string().then_some(()))
+    })?;
+    case.ready("p")
+}
+
+pub(crate) fn missing_variable(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod("p", "containers: [{name: c, image: IMAGE, envFrom: [{secretRef: {name: absent}}], command: [sleep, '9']}]")?;
+    case.waiting("p", "CreateContainerConfigError", "absent")
+}
+
+pub(crate) fn binary_data(case: &Case<'_>) -> anyhow::Result<()> {
+    case.apply("{apiVersion: v1, kind: ConfigMap, metadata: {name: m}, binaryData: {b: AAEC/w==}}")?;
+    let spec = "volumes: [{name: v, configMap: {name: m}}], containers: [{name: c, image: IMAGE,
+        volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'od -An -tx1 /v/b']}]";
+    case.prints(spec, " 00 01 02 ff\n")
+}
+
+pub(crate) fn large_secret(case: &Case<'_>) -> anyhow::Result<()> {
+    let value = "x".repeat(900_000);
+    case.apply(&format!("{{apiVersion: v1, kind: Secret, metadata: {{name: s}}, stringData: {{k: {value}}}}}"))
+        .or_else(|_| {
+            case.kubectl_with(&["create", "-f", "-"], format!("{{\"apiVersion\":\"v1\",\"kind\":\"Secret\",\"metadata\":{{\"name\":\"s\"}},\"stringData\":{{\"k\":\"{value}\"}}}}").as_bytes()).map(drop)
+        })?;
+    let spec = "volumes: [{name: v, secret: {secretName: s}}], containers: [{name: c, image: IMAGE,
+        volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'wc -c </v/k']}]";
+    case.prints(spec, "900000\n")
+}
+
+pub(crate) fn empty_dir(case: &Case<'_>) -> anyhow::Result<()> {
+    // It outlives a container, and not the pod.
+    case.pod(
+        "p",
+        "restartPolicy: OnFailure, volumes: [{name: v, emptyDir: {sizeLimit: 100Mi}}], containers: [{name: c, image: IMAGE,
+           volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'cat /v/f && exit 0; echo kept >/v/f; exit 1']}]",
+    )?;
+    case.phase("p", "Succeeded")?;
+    let log = case.kubectl(&["logs", "p"])?;
+    ensure!(log == "kept\n", "{log:?}");
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! Tests peer pods on a real node: API server, scheduler, controller manager, kube-proxy and kubelet, containerd, Kata's
+//! Go shim and agent, relay and node with the chart's rights, and VMs of the local provider.
+//!
+//! `KATA_DIR` names the folder of Kata's programs (see CONTRIBUTING). The test runs in namespaces of its own, which end
+//! with it. It prints one line per case.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+mod agent;
+mod cases;
+mod chart;
+mod dns;
+mod faults;
+#[path = "../../../tests/images_common/mod.rs"]
+mod images_common;
+mod node;
+
+use std::env;
+use std::process::{Command, ExitCode};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::Context;
+use peerpod_world::World;
+
+use self::cases::{CASES, Case, Run};
+use self::node::{Layout, Node};
+
+/// Set in the process that runs in the node's namespaces, to one of [`PARTS`].
+const INSIDE: &str = "PEERPOD_TEST_NODE";
+/// The parts of the test, each with a node of its own.
+const PARTS: [&str; 3] = ["cases", FAULTS, CHART];
+const FAULTS: &str = "faults";
+const CHART: &str = "chart";
+/// Cases that run at once.
+const AT_ONCE: usize = 8;
+
+fn main() -> ExitCode {
+    // The local provider starts this program as the VM's agent.
+    let as_agent = match env::args().nth(1).as_deref() {
+        Some("--config") => Some(agent::run()),
+        Some(agent::ANSWER) => Some(agent::answer()),
+        _ => None,
+    };
+    if let Some(Err(error)) = as_agent {
+        eprintln!("{error:#}");
+        return ExitCode::FAILURE;
+    }
+    let Ok(part) = env::var(INSIDE) else {
+        let us = env::current_exe().unwrap();
+        let script = include_str!("outside.sh");
+        let wanted = env::var("PEERPOD_TEST_PARTS").unwrap_or_default();
+        for part in PARTS.iter().filter(|part| part.contains(&wanted)) {
+            let mut command = Command::new("sh");
+            command.args(["-c", script, "sh"]).arg(&us).env(INSIDE, part);
+            let status = command.status().unwrap();
+            if !status.success() {
+                return ExitCode::FAILURE;
+            }
+        }
+        return ExitCode::SUCCESS;
+    };
+    match inside(&part) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn inside(part: &str) -> anyhow::Result<bool> {
+    let entered = Command::new("sh").args(["-c", include_str!("enter.sh")]).status()?;
+    anyhow::ensure!(entered.success(), "make the node's namespaces: {entered}");
+    let world = World::bare()?;
+    let node = world.node().clone();
+    // Threads and processes that this thread starts are in the node's network, too.
+    node.run(|| match part {
+        CHART => chart::run(&world),
+        FAULTS => with_node(&world, |mut node| faults::run(&mut node)),
+        _ => with_node(&world, |node| run(&node)),
+    })?
+}
+
+/// Runs `part` on a node with the tests' daemons. It returns the numbers of what passed and of what failed.
+fn with_node(
+    world: &World,
+    part: impl FnOnce(Node) -> anyhow::Result<(usize, usize)>,
+) -> anyhow::Result<bool> {
+    let began = Instant::now();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let layout = Layout::harness(world);
+    let node = Node::start(world, &layout, &[]);
+    let node = runtime.block_on(node).context("start the node")?;
+    println!("node ready after {:.1} s", began.elapsed().as_secs_f64());
+    let (passed, failed) = part(node)?;
+    println!("{passed} passed, {failed} failed, {:.1} s", began.elapsed().as_secs_f64());
+    Ok(failed == 0)
+}
+
+fn run(node: &Node) -> anyhow::Result<(usize, usize)> {
+    let wanted = env::var("PEERPOD_TEST_CASES").unwrap_or_default();
+    let cases = CASES.iter().enumerate().filter(|(_, (name, _))| name.contains(&wanted));
+    let (cases, failed, passed) = (Mutex::new(cases), AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some((number, (name, run))) = next(&cases) {
+                    let began = Instant::now();
+                    let result = case(node, &format!("case-{number}"), *run);
+                    let took = began.elapsed().as_secs_f64();
+                    match result {
+                        Ok(()) => {
+                            passed.fetch_add(1, Relaxed);
+                            println!("ok     {took:6.1} s  {name}");
+                        }
+                        Err(error) => {
+                            failed.fetch_add(1, Relaxed);
+                            println!("FAILED {took:6.1} s  {name}: {error:#}");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let (passed, failed) = (passed.into_inner(), failed.into_inner());
+    if failed > 0 {
+        node.keep_logs();
+    }
+    Ok((passed, failed))
+}
+
+fn next<T>(cases: &Mutex<impl Iterator<Item = T>>) -> Option<T> {
+    cases.lock().unwrap().next()
+}
+
+/// Runs one case in a Kubernetes namespace of its own.
+fn case(node: &Node, namespace: &str, run: Run) -> anyhow::Result<()> {
+    let case = Case::new(node, namespace)?;
+    let result = run(&case).map_err(|error| error.context(case.state()));
+    // The case's result stands; what is left shows in the end.
+    let _deleted = node.kubectl(&["delete", "namespace", namespace, "--wait=false"]);
+    result
+}

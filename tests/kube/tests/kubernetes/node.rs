@@ -1,0 +1,424 @@
+//! The node: its control plane, its container runtime, kubelet and Peerpod's daemons.
+
+use std::env;
+use std::fs;
+use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use hyper::Request;
+use kube::Client;
+use peerpod_test_kube::{Cluster, NODE, Options, Process, project, servers, wait_for};
+use peerpod_world::{Daemons, LedgerEntry, Settings, World, share};
+use serde_json::{Value, json};
+use tokio::runtime::Handle;
+
+use crate::dns;
+use crate::images_common::{Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, digest};
+
+/// Address of the node.
+pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 97, 1, 2);
+/// Time limit of the node's start.
+const READY: Duration = Duration::from_secs(120);
+/// Name of the shim in containerd's PATH, which follows from the runtime's type.
+const SHIM: &str = "containerd-shim-kata-remote-v2";
+
+/// A program that can be started again.
+struct Program {
+    process: Process,
+    path: PathBuf,
+    words: Vec<String>,
+}
+
+impl Program {
+    fn start(name: &str, path: &Path, words: Vec<String>, folder: &Path) -> anyhow::Result<Program> {
+        let process = Process::start(name, path, &words, folder)?;
+        Ok(Program { process, path: path.to_owned(), words })
+    }
+}
+
+/// Folders of the node's programs.
+pub(crate) struct Layout {
+    is_harness: bool,
+    /// State of containerd.
+    containerd: PathBuf,
+    kubelet: PathBuf,
+    /// Folder of hypervisor.sock.
+    run: PathBuf,
+}
+
+impl Layout {
+    /// Returns folders of the world, where the tests' harness starts the daemons.
+    pub(crate) fn harness(world: &World) -> Layout {
+        let at = |name: &str| world.folder().join(name);
+        Layout {
+            is_harness: true,
+            containerd: at("containerd/state"),
+            kubelet: at("kubelet"),
+            run: at("run"),
+        }
+    }
+
+    /// Returns the folders of users' nodes.
+    pub(crate) fn chart() -> Layout {
+        let [containerd, kubelet, run] =
+            ["/run/containerd", "/var/lib/kubelet", "/run/peerpod"].map(PathBuf::from);
+        Layout { is_harness: false, containerd, kubelet, run }
+    }
+}
+
+/// A node whose processes end when it is dropped.
+pub(crate) struct Node {
+    // They end in this order.
+    processes: Vec<Program>,
+    /// Peerpod's daemons, unless the chart brings them.
+    daemons: Option<Daemons>,
+    /// Digest of the image with Busybox' commands.
+    pub(crate) digest: String,
+    _registry: Registry,
+    pub(crate) cluster: Cluster,
+    client: Client,
+    runtime: Handle,
+    folder: PathBuf,
+}
+
+impl Node {
+    /// Starts everything in this thread's network namespace, and waits until the node is ready. With the layout of
+    /// [`Layout::harness`], the node has relay and node with the chart's rights and the local provider.
+    pub(crate) async fn start(
+        world: &World,
+        layout: &Layout,
+        more: &[(&str, &Image)],
+    ) -> anyhow::Result<Node> {
+        let folder = world.folder().to_owned();
+        // Both ends are here: nothing is beyond the node, but it has an address and a default route.
+        world.node().ip(&format!(
+            "link add uplink type veth peer name eth0\nlink set uplink up\nlink set eth0 up\n\
+             addr add {ADDRESS}/24 dev eth0\nroute add default via 10.97.1.1 dev eth0\n"
+        ))?;
+        syslog(&folder.join("shim.log"))?;
+        let kata = unpack_kata(&folder)?;
+        let at = SocketAddr::from((ADDRESS, PORT));
+        let pause = fs::read(kata.join("pause_bundle/rootfs/pause"))?;
+        let pause = LayerBuilder::new().file("pause", 0o755, &pause).build(Packing::Gzip);
+        let pause = Image::configured(&[pause], |config| *config = json!({"Entrypoint": ["/pause"]}));
+        let busybox = [busybox()];
+        let of_busybox = Image::of(&busybox);
+        let configured = Image::configured(&busybox, |config| {
+            *config = json!({
+                "Entrypoint": ["/bin/sh", "-c", "echo $KEY $PWD $(id -u) $0"],
+                "Env": ["PATH=/bin", "KEY=value"], "WorkingDir": "/tmp", "User": "user",
+            });
+        });
+        let etcd = Image::of(&[linked("/usr/bin/etcd")?]);
+        let images = [
+            ("pause:1", &pause),
+            ("busybox:1", &of_busybox),
+            ("configured:1", &configured),
+            ("etcd:1", &etcd),
+        ];
+        let images = [&images, more].concat();
+        let serving = Serving { at: Some(at), ..Serving::default() };
+        let registry = tokio::task::block_in_place(|| Registry::start(&images, &serving));
+        // All that the control plane writes is in memory here.
+        let options = Options { controllers: vec!["*"], node: Some(ADDRESS), ..Options::default() };
+        let cluster = Cluster::start(options).await?;
+        let bundles = layout.containerd.join("io.containerd.runtime.v2.task/k8s.io");
+        fs::create_dir_all(&bundles)?;
+        share(&layout.kubelet)?;
+        let mut processes = vec![containerd(&folder, layout, &kata, &at)?];
+        processes.extend(of_kubernetes(&folder, layout, &cluster)?);
+        let daemons = if layout.is_harness {
+            let settings = Settings::none()
+                .set("node.name", NODE)
+                .set("node.plain-http-registries", at.to_string())
+                .set("relay.bundles", json!([bundles]))
+                .set("provider.local.agent-binary", kata.join("agent").to_string_lossy());
+            Some(Daemons::start(world, settings).await?)
+        } else {
+            None
+        };
+        let client = cluster.client()?;
+        dns::serve(ADDRESS, client.clone())?;
+        let runtime = Handle::current();
+        let digest = digest(&of_busybox.manifest);
+        let node = Node { processes, daemons, digest, _registry: registry, cluster, client, runtime, folder };
+        if layout.is_harness {
+            node.apply("", RUNTIME_CLASS)?;
+        }
+        wait_for("the node is ready", READY, async || {
+            let words = ["wait", "--for=condition=Ready", "node", NODE, "--timeout=1s"];
+            Ok(node.kubectl(&words).ok())
+        })
+        .await
+        .with_context(|| node.tails())?;
+        Ok(node)
+    }
+
+    /// Kills a program of the node with SIGKILL, and starts it again.
+    pub(crate) fn restart(&mut self, name: &str) -> anyhow::Result<()> {
+        let program = self.processes.iter_mut().find(|program| program.process.name() == name);
+        let program = program.with_context(|| format!("{name} does not run"))?;
+        program.process.signal("KILL")?;
+        program.process = Process::start(name, &program.path, &program.words, &self.folder)?;
+        Ok(())
+    }
+
+    /// Kills the API server with SIGKILL, and starts it again.
+    pub(crate) fn restart_api_server(&mut self) -> anyhow::Result<()> {
+        self.runtime.block_on(self.cluster.restart_api_server())
+    }
+
+    /// Kills relay or node with SIGKILL, and starts it again.
+    pub(crate) fn restart_daemon(&mut self, name: &str) -> anyhow::Result<()> {
+        let daemons = self.daemons.as_mut().context("the chart has the daemons")?;
+        if name == "node" {
+            daemons.kill_node()?;
+            daemons.start_node()?;
+        } else {
+            daemons.kill_relay()?;
+            daemons.start_relay()?;
+        }
+        self.runtime.block_on(daemons.ready())
+    }
+
+    /// Returns the daemons' ledger of sandboxes.
+    pub(crate) fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
+        self.daemons.as_ref().context("the chart has the daemons")?.ledger()
+    }
+
+    /// Returns the output of kubectl; the caller's thread waits for it.
+    pub(crate) fn kubectl(&self, words: &[&str]) -> anyhow::Result<String> {
+        self.cluster.kubectl(words)
+    }
+
+    /// Reads a path of the API server. The caller's thread has no runtime.
+    pub(crate) fn read(&self, path: &str) -> anyhow::Result<Value> {
+        read(&self.runtime, &self.client, path)
+    }
+
+    /// Applies manifests in a namespace.
+    pub(crate) fn apply(&self, namespace: &str, manifests: &str) -> anyhow::Result<()> {
+        let file = self.folder.join(format!("apply-{namespace}.yaml"));
+        fs::write(&file, manifests)?;
+        self.kubectl(&["apply", "--validate=false", "-n", namespace, "-f", &file.to_string_lossy()]).map(drop)
+    }
+
+    /// Returns a command that runs kubectl.
+    pub(crate) fn kubectl_command(&self, words: &[&str]) -> anyhow::Result<Command> {
+        let mut command = Command::new(servers()?);
+        command.arg("kubectl").args(words);
+        command.env("KUBECONFIG", self.cluster.folder().join("admin.kubeconfig"));
+        Ok(command)
+    }
+
+    fn tails(&self) -> String {
+        let said = self
+            .processes
+            .iter()
+            .map(|Program { process, .. }| format!("--- {}\n{}", process.name(), process.last_lines()));
+        said.collect::<Vec<_>>().join("\n")
+            + &self.daemons.as_ref().map(Daemons::log_tails).unwrap_or_default()
+    }
+
+    /// Copies all logs to `target/kubernetes-logs`, because the node's files end with it.
+    pub(crate) fn keep_logs(&self) {
+        let to = project("target/kubernetes-logs");
+        let _made = fs::create_dir_all(&to);
+        for folder in [self.folder.as_path(), self.cluster.folder()] {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                if entry.path().extension().is_some_and(|extension| extension == "log") {
+                    let _copied = fs::copy(entry.path(), to.join(entry.file_name()));
+                }
+            }
+        }
+        println!("logs: {}", to.display());
+    }
+}
+
+/// Reads a path of the API server. The caller's thread has no runtime.
+pub(crate) fn read(runtime: &Handle, client: &Client, path: &str) -> anyhow::Result<Value> {
+    let request = Request::get(path).body(Vec::new())?;
+    Ok(runtime.block_on(client.request(request))?)
+}
+
+const RUNTIME_CLASS: &str = "{apiVersion: node.k8s.io/v1, kind: RuntimeClass, metadata: {name: kata-remote}, \
+     handler: kata-remote}";
+
+/// Unpacks Kata's programs from `KATA_DIR`.
+fn unpack_kata(folder: &Path) -> anyhow::Result<PathBuf> {
+    let from =
+        env::var_os("KATA_DIR").context("KATA_DIR is not set: see \"Kata's programs\" in CONTRIBUTING")?;
+    let (from, to) = (PathBuf::from(from), folder.join("kata"));
+    fs::create_dir(&to)?;
+    let script = "set -eu; cd \"$1\"\n\
+         xz -dc \"$0/pause_bundle.tar.xz\" | tar -x; xz -dc \"$0/kata-agent.xz\" >pause_bundle/kata-agent\n\
+         xz -dc \"$0/containerd-shim-kata-v2-go.xz\" >shim; chmod 755 pause_bundle/kata-agent shim";
+    let done = Command::new("sh").args(["-c", script]).args([&from, &to]).output()?;
+    ensure!(done.status.success(), "unpack {}: {}", from.display(), String::from_utf8_lossy(&done.stderr));
+    // This program starts the agent (see `agent`).
+    symlink(env::current_exe()?, to.join("agent"))?;
+    Ok(to)
+}
+
+/// Appends everything that arrives at /dev/log to a file.
+fn syslog(to: &Path) -> anyhow::Result<()> {
+    let socket = UnixDatagram::bind("/dev/log").context("bind /dev/log")?;
+    let mut file = fs::File::create(to)?;
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(length) = socket.recv(&mut buffer) {
+            if file.write_all(&buffer[..length]).and_then(|()| file.write_all(b"\n")).is_err() {
+                break;
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Returns a layer with Busybox' commands and two users.
+fn busybox() -> Layer {
+    let program = fs::read("/bin/busybox").expect("busybox-static is installed by scripts/setup");
+    let listed = Command::new("/bin/busybox").arg("--list").output().unwrap();
+    let mut layer = LayerBuilder::new()
+        .dir("bin/", 0o755)
+        .file("bin/busybox", 0o755, &program)
+        .dir("tmp/", 0o1777)
+        .dir("root/", 0o700)
+        .dir("etc/", 0o755)
+        .file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n")
+        .file("etc/group", 0o644, b"root:x:0:\nuser:x:1000:\n");
+    for command in String::from_utf8(listed.stdout).unwrap().lines().filter(|command| *command != "busybox") {
+        layer = layer.symlink(&format!("bin/{command}"), "busybox");
+    }
+    layer.build(Packing::Gzip)
+}
+
+/// Returns a layer with a program of the machine in its root, and the libraries that it needs.
+fn linked(program: &str) -> anyhow::Result<Layer> {
+    let listed = Command::new("ldd").arg(program).output()?;
+    let listed = String::from_utf8(listed.stdout)?;
+    let name = program.rsplit('/').next().context("a name")?;
+    let mut layer = LayerBuilder::new().dir("tmp/", 0o1777).file(name, 0o755, &fs::read(program)?);
+    for library in listed.split_whitespace().filter(|word| word.starts_with('/')) {
+        layer = layer.file(library.trim_start_matches('/'), 0o755, &fs::read(library)?);
+    }
+    Ok(layer.build(Packing::Gzip))
+}
+
+/// Starts containerd with CNI's bridge and the runtime `kata-remote`, configured by the files that users get.
+fn containerd(folder: &Path, layout: &Layout, kata: &Path, registry: &SocketAddr) -> anyhow::Result<Program> {
+    let path = folder.join("path");
+    fs::create_dir(&path)?;
+    symlink(kata.join("shim"), path.join(SHIM))?;
+    let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
+    let hosts = folder.join("hosts").join(registry.to_string());
+    fs::create_dir_all(&hosts)?;
+    let text = format!("[host.\"http://{registry}\"]\ncapabilities = [\"pull\", \"resolve\"]\n");
+    fs::write(hosts.join("hosts.toml"), text)?;
+    fs::create_dir(folder.join("cni"))?;
+    let network = json!({
+        "cniVersion": "0.4.0", "name": "node", "plugins": [{
+            "type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true,
+            "ipam": {
+                "type": "host-local", "dataDir": at("ipam"),
+                "ranges": [[{"subnet": "10.244.1.0/24"}], [{"subnet": "fd10:244:1::/64"}]],
+                "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
+            },
+        }, {"type": "portmap", "capabilities": {"portMappings": true}}],
+    });
+    fs::write(folder.join("cni/node.conflist"), network.to_string())?;
+    let shim = fs::read_to_string(project("deploy/kata/configuration-remote-go.toml"))?
+        .replace("/run/peerpod", &layout.run.to_string_lossy())
+        .replace("/var/lib/kubelet", &layout.kubelet.to_string_lossy());
+    fs::write(folder.join("kata.toml"), shim)?;
+    let runtime = fs::read_to_string(project("deploy/kata/containerd-1.toml"))?
+        .replace("/opt/kata/share/defaults/kata-containers/configuration-remote.toml", &at("kata.toml"))
+        .replace("/opt/kata/bin/containerd-shim-kata-v2", &at("kata/shim"));
+    let config = format!(
+        "{runtime}\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
+         [plugins.\"io.containerd.grpc.v1.cri\"]\n\
+         # The machine may lack CAP_SYS_RESOURCE.\nrestrict_oom_score_adj = true\nsandbox_image = \"{registry}/pause:1\"\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = \"{}\"\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".registry]\nconfig_path = \"{}\"\n\
+         [plugins.\"io.containerd.internal.v1.opt\"]\npath = \"{}\"\n\
+         [grpc]\naddress = \"{}\"\n",
+        at("cni"),
+        at("hosts"),
+        at("containerd/opt"),
+        at("containerd.sock"),
+    );
+    let config = config.replacen(
+        "version = 2\n",
+        &format!(
+            "version = 2\nroot = \"{}\"\nstate = \"{}\"\n",
+            at("containerd/root"),
+            layout.containerd.display(),
+        ),
+        1,
+    );
+    fs::write(folder.join("containerd.toml"), config)?;
+    let path = format!("PATH={}:{}", path.display(), env::var("PATH").unwrap_or_default());
+    let words = vec![path, "containerd".to_owned(), "--config".to_owned(), at("containerd.toml")];
+    Program::start("containerd", Path::new("env"), words, folder)
+}
+
+/// Starts scheduler, kube-proxy and kubelet.
+fn of_kubernetes(folder: &Path, layout: &Layout, cluster: &Cluster) -> anyhow::Result<Vec<Program>> {
+    let servers = servers()?;
+    let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
+    let of_cluster = |name: &str| cluster.folder().join(name).to_string_lossy().into_owned();
+    let kubelet = json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+        "failCgroupV1": false, "cgroupDriver": "cgroupfs", "enforceNodeAllocatable": [], "failSwapOn": false,
+        "evictionHard": {"memory.available": "10Mi"}, "makeIPTablesUtilChains": false,
+        "containerRuntimeEndpoint": format!("unix://{}", at("containerd.sock")),
+        "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true},
+            "x509": {"clientCAFile": of_cluster("ca.crt")}},
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": of_cluster("node.crt"), "tlsPrivateKeyFile": of_cluster("node.key"),
+        "clusterDNS": [ADDRESS], "clusterDomain": "cluster.local", "volumePluginDir": at("plugins"),
+        "syncFrequency": "5s", "configMapAndSecretChangeDetectionStrategy": "Watch",
+    });
+    fs::write(folder.join("kubelet.yaml"), kubelet.to_string())?;
+    fs::write(folder.join("node.kubeconfig"), cluster.kubeconfig_of_node())?;
+    let admin = format!("--kubeconfig={}", of_cluster("admin.kubeconfig"));
+    let roles = [
+        (
+            "kube-scheduler",
+            vec![admin.clone(), "--leader-elect=false".into(), "--bind-address=127.0.0.1".into()],
+        ),
+        (
+            "kube-proxy",
+            vec![
+                admin,
+                "--proxy-mode=nftables".into(),
+                "--cluster-cidr=10.244.0.0/16".into(),
+                format!("--hostname-override={NODE}"),
+                "--conntrack-max-per-core=0".into(),
+            ],
+        ),
+        (
+            "kubelet",
+            vec![
+                format!("--config={}", at("kubelet.yaml")),
+                format!("--root-dir={}", layout.kubelet.display()),
+                format!("--kubeconfig={}", at("node.kubeconfig")),
+                format!("--hostname-override={NODE}"),
+                format!("--node-ip={ADDRESS}"),
+                format!("--cert-dir={}", at("certificates")),
+            ],
+        ),
+    ];
+    let start = |(role, flags): (&str, Vec<String>)| {
+        let words = [role.to_owned()].into_iter().chain(flags).collect();
+        Program::start(role, &servers, words, folder)
+    };
+    roles.into_iter().map(start).collect()
+}
