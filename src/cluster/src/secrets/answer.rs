@@ -22,8 +22,6 @@ use crate::serve::{self, Reply, Responder, Room, reply};
 
 /// A node asks for a pod's pull secrets: [`Wanted`] with its token.
 const PULL_SECRETS: &str = "/v1/pull-secrets";
-/// Nodes of older releases ask for a certificate here.
-const ENROL: &str = "/v1/enrol";
 /// Limit of a request's body in bytes.
 const MOST_BODY: usize = 16 * 1024;
 /// Deadline of one answer, including the API server's part.
@@ -86,10 +84,6 @@ impl Desk {
         peer: IpAddr,
         audit: &mut Audit,
     ) -> Result<Vec<u8>, No> {
-        if request.uri().path() == ENROL {
-            let said = "nodes need no certificate any more; upgrade peerpod-node to the controller's release";
-            return Err(no(StatusCode::GONE, Outcome::Malformed, said));
-        }
         if call == Call::Other {
             return Err(no(StatusCode::NOT_FOUND, Outcome::Malformed, format!("post to {PULL_SECRETS}")));
         }

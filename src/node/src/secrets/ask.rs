@@ -31,8 +31,6 @@ const MOST: usize = 16 << 20;
 const WORDS: usize = 600;
 const NOTES: usize = 16;
 const PULL_SECRETS: &str = "/v1/pull-secrets";
-/// Path at which services of older releases issued certificates to nodes.
-const ENROL: &str = "/v1/enrol";
 
 #[derive(Deserialize)]
 struct Answered {
@@ -105,12 +103,6 @@ fn refused(status: StatusCode, body: &[u8]) -> Error {
     }
     let said: Option<Said> = serde_json::from_slice(body).ok();
     let text = said.map_or_else(|| format!("status {status}"), |said| one_line(&said.error, WORDS));
-    // A service of an older release refuses a node without a certificate. Its successor does not.
-    if status == StatusCode::UNAUTHORIZED && text.contains(ENROL) {
-        return Error::away(format!(
-            "the controller is older than this node and asks for a certificate; upgrade it ({text})"
-        ));
-    }
     let refused = [400, 401, 403, 409, 422].contains(&status.as_u16());
     Error { text, refused }
 }

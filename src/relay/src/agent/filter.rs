@@ -7,10 +7,8 @@
 //! A shim takes an error of WaitProcess as the end of the process, and never reads a stream again after an error. When
 //! another guest program replaces the lost one, the filter therefore asks these calls again (`is_repeatable`). All
 //! other pending calls get an error, because the agent may have carried them out.
-//!
-//! A success of CloseStdin reaches the shim as an error. Kata's Go shim (to 4.1) has one flag for the three streams of
-//! a process: after a success it reads no more output, and the process waits for ever (kata-containers, issue 13640).
-//! After an error it reads on. containerd logs the error, and nothing else follows from it.
+//! A success of CloseStdin reaches the shim as an error, which containerd logs. After a success Kata's Go shim (to 4.1)
+//! reads no more output of the process, which then waits for ever (kata-containers, issue 13640).
 //!
 //! Answers of the guest up to `HOLD` bytes are held and passed on whole; larger ones pass as they arrive. If the guest
 //! is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced. The relay's own
@@ -45,10 +43,6 @@ const SMALL_CALL: usize = 1 << 10;
 const SERVICE: &str = "grpc.AgentService";
 const HEALTH: &str = "grpc.Health";
 const OOM_EVENT: &str = "GetOOMEvent";
-
-/// Text of the error in place of a success of CloseStdin.
-const CLOSED: &str =
-    "the process's input is closed; this is an error because Kata's Go shim would stop to read output";
 
 /// State shared by all connections of one sandbox.
 #[derive(Debug, Default)]
@@ -356,15 +350,11 @@ impl AgentFilter {
 
     /// Passes a held answer on, now that it is whole. Its call may have been refused meanwhile.
     fn release(&mut self, frame: &[u8], local: &mut BytesMut) {
-        let answers = frame.first_chunk().map(Header::decode);
-        if let Some(head) = answers
-            && self.closing.contains(&head.stream)
-            && is_success(frame)
-            && self.settle(head.stream)
-        {
-            return self.refuse(head.stream, code::FAILED_PRECONDITION, CLOSED, local);
-        }
-        if answers.is_some_and(|head| head.kind == frame::DATA || self.settle(head.stream)) {
+        let Some(head) = frame.first_chunk().map(Header::decode) else { return };
+        if self.closing.contains(&head.stream) && is_success(frame) && self.settle(head.stream) {
+            let why = "its input is closed; Kata's Go shim would read no output after a success";
+            self.refuse(head.stream, code::FAILED_PRECONDITION, why, local);
+        } else if head.kind == frame::DATA || self.settle(head.stream) {
             self.to_shim.whole(frame, local);
         }
     }
@@ -417,10 +407,9 @@ fn is_repeatable(service: &str, method: &str) -> bool {
     }
 }
 
-/// Whether an answer is a success.
 fn is_success(frame: &[u8]) -> bool {
-    let payload = frame.get(HEADER_LEN..).unwrap_or_default();
-    Response::parse_from_bytes(payload).is_ok_and(|answer| answer.status.code == 0)
+    let answer = frame.get(HEADER_LEN..).map(Response::parse_from_bytes);
+    matches!(answer, Some(Ok(answer)) if answer.status.code == 0)
 }
 
 /// Whether a request is GetOOMEvent, which the Rust shim repeats in a tight loop after an error.

@@ -24,8 +24,6 @@ pub(crate) struct Handed {
     last_call: u64,
     state: StateState,
     endpoint: EndpointState,
-    /// `localhost` of earlier versions described sockets that are no longer used; the node replaces them.
-    #[serde(default)]
     localhost_ports: Option<localhost::Ports>,
     /// Names of the descriptors of its localhost, which follow the agent socket's listener and precede its connections.
     names: Vec<String>,

@@ -300,12 +300,6 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     }
     let (seen, _) = asker.post(&token, "/v1/secrets", "{}").await.unwrap();
     assert_eq!(seen, StatusCode::NOT_FOUND);
-    // A node of an older release asks for a certificate first.
-    let (seen, answer) = asker.post(&token, "/v1/enrol", "{}").await.unwrap();
-    assert!(
-        seen == StatusCode::GONE && answer["error"].as_str().unwrap().contains("upgrade peerpod-node"),
-        "{answer}"
-    );
 }
 
 /// Checks that one node cannot use up the service.
