@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -23,6 +24,8 @@ use crate::node::{ADDRESS, Layout, Node};
 const NAMESPACE: &str = "peerpod-system";
 /// Time limit of a rollout, and of the start of a VM that is emulated.
 const PATIENCE: Duration = Duration::from_secs(240);
+/// Port of the private registry.
+const PRIVATE: u16 = 5001;
 /// Programs of the container image.
 const PROGRAMS: [&str; 5] = ["peerpod-node", "peerpod-relay", "peerpod-cluster", "peerpod-csi", "peerpod"];
 
@@ -56,9 +59,10 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     fs::write(&values, values_for(&folder, &vm).to_string())?;
     let values = values.to_string_lossy().into_owned();
     let on = Installed { node: &node, libvirtd: &libvirtd, values, began: Instant::now() };
-    let steps: [(&str, Step); 6] = [
+    let steps: [(&str, Step); 7] = [
         ("helm install: all pods are ready", install),
         ("a pod with the runtime class and no other word runs in a VM", first_pod),
+        ("an image of a private registry, by the secret of pod and of service account", private_image),
         ("helm upgrade under an open exec: no line is missing", upgrade),
         ("the node is drained", drain),
         ("helm uninstall", uninstall),
@@ -144,7 +148,7 @@ fn values_for(folder: &Path, vm: &Value) -> Value {
     json!({
         "image": { "repository": format!("{ADDRESS}:{PORT}/peerpod"), "tag": "1" },
         "config": {
-            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT}") },
+            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT},{ADDRESS}:{PRIVATE}") },
             "provider": { "libvirt": {
                 "pool": peerpod_world::POOL, "network": peerpod_world::NETWORK, "volume": null,
                 "kernel": file("kernel"), "initrd": file("initrd"), "cmdline": vm["cmdline"],
@@ -177,6 +181,36 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
     let ours = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
     ensure!(kernel.trim() != ours, "the pod has the node's kernel {kernel}");
     Ok(())
+}
+
+fn private_image(on: &Installed<'_>) -> anyhow::Result<()> {
+    let at = SocketAddr::from((ADDRESS, PRIVATE));
+    let _registry = on.node.private_registry(at, ("user", "word"))?;
+    let case = Case::new(on.node, "private")?;
+    let pod = |name: &str, more: &str| {
+        case.pod(
+            name,
+            &format!("{more} containers: [{{name: c, image: '{at}/busybox:1', command: [sleep, '1000']}}]"),
+        )
+    };
+    pod("without", "")?;
+    case.event("Failed", "401")?;
+    case.kubectl(&[
+        "create",
+        "secret",
+        "docker-registry",
+        "pull",
+        &format!("--docker-server={at}"),
+        "--docker-username=user",
+        "--docker-password=word",
+    ])?;
+    pod("own", "imagePullSecrets: [{name: pull}],")?;
+    case.ready("own")?;
+    let patch = r#"{"imagePullSecrets":[{"name":"pull"}]}"#;
+    case.kubectl(&["patch", "serviceaccount", "default", "-p", patch])?;
+    pod("account", "")?;
+    case.ready("account")?;
+    case.kubectl(&["delete", "pods", "--all", "--timeout=120s"]).map(drop)
 }
 
 fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {

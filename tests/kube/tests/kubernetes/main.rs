@@ -50,6 +50,10 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let Ok(part) = env::var(INSIDE) else {
+        if env::var_os("KATA_DIR").is_none() {
+            println!("left out: KATA_DIR is not set (CONTRIBUTING.md, \"Kata's programs\")");
+            return ExitCode::SUCCESS;
+        }
         let us = env::current_exe().unwrap();
         let script = include_str!("outside.sh");
         let wanted = env::var("PEERPOD_TEST_PARTS").unwrap_or_default();

@@ -160,6 +160,14 @@ impl Node {
         Ok(node)
     }
 
+    /// Starts a registry that wants a user and a password, with the image `busybox:1`.
+    pub(crate) fn private_registry(&self, at: SocketAddr, secret: (&str, &str)) -> anyhow::Result<Registry> {
+        trust(&self.folder, &at)?;
+        let image = Image::of(&[busybox()]);
+        let serving = Serving { at: Some(at), secret: Some(secret), ..Serving::default() };
+        Ok(Registry::start(&[("busybox:1", &image)], &serving))
+    }
+
     /// Kills a program of the node with SIGKILL, and starts it again.
     pub(crate) fn restart(&mut self, name: &str) -> anyhow::Result<()> {
         let program = self.processes.iter_mut().find(|program| program.process.name() == name);
@@ -311,16 +319,21 @@ fn linked(program: &str) -> anyhow::Result<Layer> {
     Ok(layer.build(Packing::Gzip))
 }
 
+/// Lets containerd pull from a registry without TLS.
+fn trust(folder: &Path, registry: &SocketAddr) -> anyhow::Result<()> {
+    let hosts = folder.join("hosts").join(registry.to_string());
+    fs::create_dir_all(&hosts)?;
+    let text = format!("[host.\"http://{registry}\"]\ncapabilities = [\"pull\", \"resolve\"]\n");
+    Ok(fs::write(hosts.join("hosts.toml"), text)?)
+}
+
 /// Starts containerd with CNI's bridge and the runtime `kata-remote`, configured by the files that users get.
 fn containerd(folder: &Path, layout: &Layout, kata: &Path, registry: &SocketAddr) -> anyhow::Result<Program> {
     let path = folder.join("path");
     fs::create_dir(&path)?;
     symlink(kata.join("shim"), path.join(SHIM))?;
     let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
-    let hosts = folder.join("hosts").join(registry.to_string());
-    fs::create_dir_all(&hosts)?;
-    let text = format!("[host.\"http://{registry}\"]\ncapabilities = [\"pull\", \"resolve\"]\n");
-    fs::write(hosts.join("hosts.toml"), text)?;
+    trust(folder, registry)?;
     fs::create_dir(folder.join("cni"))?;
     let network = json!({
         "cniVersion": "0.4.0", "name": "node", "plugins": [{
