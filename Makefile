@@ -111,7 +111,8 @@ test-kube: setup
 test-kubernetes: setup image-minimal
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
-	$(CARGO) test --locked --workspace $(WITH) --test kubernetes
+	mkdir -p $(TARGET)/bench
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 test-csi: setup

@@ -1,6 +1,6 @@
 //! Runs a real Kubernetes API server with etcd for tests, one per [`Cluster`].
 //!
-//! No kubelet and no scheduler run: a test plays them. With [`Options::controllers`] the controller manager runs for
+//! No kubelet and no scheduler run: a test plays them, or starts them ([`Options::node`]). With [`Options::controllers`] the controller manager runs for
 //! its own tasks (garbage collection by owner, DaemonSets, namespaces). Helm is available, too. Everything ends with
 //! the cluster, and with the process. `tests/kube/build` builds the programs; etcd is Debian's.
 
@@ -16,7 +16,22 @@ pub use helm::{helm, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};
 pub use process::{Process, program, servers};
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use std::{env, fs};
+
+/// Prints a figure, and adds it to the JSON file that `PEERPOD_BENCH` names.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn report(key: &str, value: f64) -> anyhow::Result<()> {
+    println!("{key} = {value:.3}");
+    let Some(path) = env::var_os("PEERPOD_BENCH") else { return Ok(()) };
+    let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
+    all.insert(key.to_owned(), value);
+    Ok(fs::write(&path, serde_json::to_vec_pretty(&all)?)?)
+}
 
 /// Waits until `inspect` returns a value.
 ///

@@ -5,8 +5,6 @@
 //! those that the project promises.
 
 use super::controller_world;
-use std::collections::BTreeMap;
-use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,7 +17,7 @@ use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use peerpod_kube::crds::{FINALIZER, PeerPod};
 use peerpod_provider_api::Error;
-use peerpod_test_kube::wait_for;
+use peerpod_test_kube::{report, wait_for};
 use serde_json::{from_value, json};
 
 /// This cloud's list does not lag.
@@ -434,22 +432,13 @@ async fn many_while_it_is_killed(world: &World) {
         cloud.peak()
     );
     if is_long() {
-        report("controller_500_deletes_vs_ideal", took.as_secs_f64() / ideal.as_secs_f64());
-        report("controller_leaks", leaked as f64);
+        report("controller_500_deletes_vs_ideal", took.as_secs_f64() / ideal.as_secs_f64()).unwrap();
+        report("controller_leaks", leaked as f64).unwrap();
     }
     for number in 0..LIVE {
         world.finalizers(NS, &format!("lives-{number}"), &[]).await;
     }
     peerpods.delete_collection(&DeleteParams::default(), &ListParams::default()).await.unwrap();
-}
-
-fn report(key: &str, value: f64) {
-    println!("{key} = {value:.3}");
-    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
-    let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
-    all.insert(key.to_owned(), value);
-    fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
 }
 
 /// Makes this number of PeerPods with their VMs, and deletes the PeerPods.

@@ -2,7 +2,6 @@
 //!
 //! With `PEERPOD_BENCH=<file>` the figures are added to that file.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,7 +17,7 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::Api;
 use kube::api::{DeleteParams, PostParams};
 use peerpod_test_kube::{
-    Authority, Cluster, Hook, Options, Process, program, project, registration, wait_for,
+    Authority, Cluster, Hook, Options, Process, program, project, registration, report, wait_for,
 };
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, ServerName};
@@ -547,8 +546,8 @@ async fn admissions(webhook: &Webhook, registrations: &Api<MutatingWebhookConfig
         ours * 1e3,
         noop * 1e3
     );
-    report("webhook_p99_ms", p99(&webhook.metrics().await) * 1e3);
-    report("webhook_p99_vs_noop", ours / noop);
+    report("webhook_p99_ms", p99(&webhook.metrics().await) * 1e3).unwrap();
+    report("webhook_p99_vs_noop", ours / noop).unwrap();
 }
 
 /// Returns the upper bound of the bucket with the 99th percentile.
@@ -562,15 +561,6 @@ fn p99(metrics: &str) -> f64 {
         .collect();
     let all = buckets.last().unwrap().1;
     buckets.iter().find(|(_, count)| *count >= all * 0.99).unwrap().0
-}
-
-fn report(key: &str, value: f64) {
-    println!("{key} = {value:.3}");
-    let Some(path) = std::env::var_os("PEERPOD_BENCH") else { return };
-    let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
-    all.insert(key.to_owned(), value);
-    fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
 }
 
 /// Replaces certificates under load: all requests of the API server and all new connections succeed.

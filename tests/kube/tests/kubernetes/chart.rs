@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use nix::mount::{MsFlags, mount};
-use peerpod_test_kube::{NODE, project};
+use peerpod_test_kube::{NODE, project, report};
 use peerpod_world::{Libvirtd, World, binary, eventually_blocking};
 use serde_json::{Value, json};
 
@@ -77,10 +77,12 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
             Err(error) => {
                 println!("FAILED {took:6.1} s  chart: {name}: {error:#}\n{}", on.state());
                 node.keep_logs();
+                report("chart_install_first_pod_failed", 1.0)?;
                 return Ok(false);
             }
         }
     }
+    report("chart_install_first_pod_failed", 0.0)?;
     Ok(true)
 }
 

@@ -9,6 +9,7 @@
 mod agent;
 mod cases;
 mod chart;
+mod churn;
 mod dns;
 mod faults;
 #[path = "../../../tests/images_common/mod.rs"]
@@ -24,6 +25,7 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::Context;
+use peerpod_test_kube::report;
 use peerpod_world::World;
 
 use self::cases::{CASES, Case, Run};
@@ -32,7 +34,8 @@ use self::node::{Layout, Node};
 /// Set in the process that runs in the node's namespaces, to one of [`PARTS`].
 const INSIDE: &str = "PEERPOD_TEST_NODE";
 /// The parts of the test, each with a node of its own.
-const PARTS: [&str; 3] = ["cases", FAULTS, CHART];
+const PARTS: [&str; 4] = ["cases", CHURN, FAULTS, CHART];
+const CHURN: &str = "churn";
 const FAULTS: &str = "faults";
 const CHART: &str = "chart";
 /// Cases that run at once.
@@ -85,14 +88,17 @@ fn inside(part: &str) -> anyhow::Result<bool> {
     // Threads and processes that this thread starts are in the node's network, too.
     node.run(|| match part {
         CHART => chart::run(&world),
-        FAULTS => with_node(&world, |mut node| faults::run(&mut node)),
-        _ => with_node(&world, |node| run(&node)),
+        CHURN => with_node(&world, "", |node| churn::run(&node)),
+        FAULTS => with_node(&world, "kubernetes_faults", |mut node| faults::run(&mut node)),
+        _ => with_node(&world, "kubernetes_cases", |node| run(&node)),
     })?
 }
 
-/// Runs `part` on a node with the tests' daemons. It returns the numbers of what passed and of what failed.
+/// Runs `part` on a node with the tests' daemons. It returns the numbers of what passed and of what failed, which are
+/// reported under `name` unless that is empty.
 fn with_node(
     world: &World,
+    name: &str,
     part: impl FnOnce(Node) -> anyhow::Result<(usize, usize)>,
 ) -> anyhow::Result<bool> {
     let began = Instant::now();
@@ -103,6 +109,10 @@ fn with_node(
     println!("node ready after {:.1} s", began.elapsed().as_secs_f64());
     let (passed, failed) = part(node)?;
     println!("{passed} passed, {failed} failed, {:.1} s", began.elapsed().as_secs_f64());
+    if !name.is_empty() {
+        report(&format!("{name}_passed"), passed as f64)?;
+        report(&format!("{name}_total"), (passed + failed) as f64)?;
+    }
     Ok(failed == 0)
 }
 

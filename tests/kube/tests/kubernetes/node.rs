@@ -8,6 +8,8 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -195,6 +197,16 @@ impl Node {
         self.runtime.block_on(daemons.ready())
     }
 
+    /// Returns the resident memory of relay and node in kB; 0 for one that does not run.
+    pub(crate) fn sizes(&self) -> [u64; 2] {
+        let pids = self.daemons.as_ref().map(|daemons| [daemons.relay_pid(), daemons.node_pid()]);
+        pids.unwrap_or_default().map(|pid| {
+            let status = fs::read_to_string(format!("/proc/{}/status", pid.unwrap_or_default())).ok();
+            let line = status.and_then(|status| Some(status.split_once("VmRSS:")?.1.to_owned()));
+            line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or_default()
+        })
+    }
+
     /// Returns the daemons' ledger of sandboxes.
     pub(crate) fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
         self.daemons.as_ref().context("the chart has the daemons")?.ledger()
@@ -212,7 +224,8 @@ impl Node {
 
     /// Applies manifests in a namespace.
     pub(crate) fn apply(&self, namespace: &str, manifests: &str) -> anyhow::Result<()> {
-        let file = self.folder.join(format!("apply-{namespace}.yaml"));
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let file = self.folder.join(format!("apply-{}.yaml", NEXT.fetch_add(1, Relaxed)));
         fs::write(&file, manifests)?;
         self.kubectl(&["apply", "--validate=false", "-n", namespace, "-f", &file.to_string_lossy()]).map(drop)
     }
