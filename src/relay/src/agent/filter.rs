@@ -248,7 +248,12 @@ impl AgentFilter {
                 self.request = Fate::Gather(have);
                 return;
             }
-            Peek::Method { service: SERVICE, method: "CloseStdin" } => self.closing.push(head.stream),
+            // A malicious guest may have answered the call before it was whole.
+            Peek::Method { service: SERVICE, method: "CloseStdin" }
+                if self.pending.contains_key(&head.stream) =>
+            {
+                self.closing.push(head.stream);
+            }
             Peek::Method { .. } | Peek::More | Peek::Unknown => {}
         }
         self.request = Fate::Pass;
@@ -352,7 +357,7 @@ impl AgentFilter {
     fn release(&mut self, frame: &[u8], local: &mut BytesMut) {
         let Some(head) = frame.first_chunk().map(Header::decode) else { return };
         if self.closing.contains(&head.stream) && is_success(frame) && self.settle(head.stream) {
-            let why = "its input is closed; Kata's Go shim would read no output after a success";
+            let why = "stdin is closed; Kata's Go shim would read no output after a success";
             self.refuse(head.stream, code::FAILED_PRECONDITION, why, local);
         } else if head.kind == frame::DATA || self.settle(head.stream) {
             self.to_shim.whole(frame, local);

@@ -156,7 +156,7 @@ fn next<T>(cases: &Mutex<impl Iterator<Item = T>>) -> Option<T> {
 fn case(node: &Node, namespace: &str, run: Run) -> anyhow::Result<()> {
     let case = Case::new(node, namespace)?;
     let result = run(&case).map_err(|error| error.context(case.state()));
-    // The case's result stands; what is left shows in the end.
+    // The case has its result already.
     let _deleted = node.kubectl(&["delete", "namespace", namespace, "--wait=false"]);
     result
 }

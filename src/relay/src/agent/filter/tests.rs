@@ -93,6 +93,18 @@ fn a_success_of_close_stdin_is_an_error_to_the_shim() {
     assert_eq!(codes(&seen.local), [(5, 0), (1, code::FAILED_PRECONDITION), (3, code::INTERNAL), (1, 0)]);
 }
 
+#[test]
+fn a_close_stdin_that_is_answered_too_early_is_not_remembered() {
+    let (mut filter, mut seen) = (filter(), Seen::default());
+    let whole = request(1, "CloseStdin", 9);
+    let (head, rest) = whole.split_at(HEADER_LEN);
+    seen.shim(&mut filter, head);
+    seen.guest(&mut filter, &answer(1, 0));
+    seen.shim(&mut filter, rest);
+    assert_eq!(codes(&seen.local), [(1, 0)]);
+    assert!(filter.closing.is_empty());
+}
+
 proptest! {
     #[test]
     fn bytes_pass_unchanged_in_any_pieces(
