@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_common::accept::Acceptor;
 use peerpod_common::files;
@@ -15,6 +16,9 @@ use tokio::task::JoinHandle;
 
 use crate::sandboxes::Attached;
 use crate::socket::{self, Bound};
+
+/// Time for which the socket of a removed sandbox closes connections. A late shim was seen to dial within 1.2 s.
+const LINGER: Duration = Duration::from_secs(3);
 
 /// Limit of shim connections to one sandbox.
 pub(crate) const CONNECTIONS: usize = 1024;
@@ -65,6 +69,18 @@ impl AgentSocket {
         if std::mem::take(&mut self.held) {
             self.accepting = tokio::spawn(accept(&self.path, self.listener.clone(), self.sandbox.clone()));
         }
+    }
+
+    /// Closes the connections of late shims for [`LINGER`], because the sandbox is removed. Kata's Go shim may dial
+    /// once more after StopVM: its health check runs, or GetOOMEvent ended. It dials an absent socket without a pause,
+    /// for 30 s each time, and its pod's end waits for that.
+    pub(crate) fn linger(self) {
+        self.accepting.abort();
+        let mut acceptor = Acceptor::new(self.path.display().to_string());
+        let end = tokio::time::Instant::now() + LINGER;
+        tokio::spawn(async move {
+            while tokio::time::timeout_at(end, acceptor.next(|| self.listener.accept())).await.is_ok() {}
+        });
     }
 
     /// Whether a shim that dials `path` reaches this listener.

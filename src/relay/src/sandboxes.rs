@@ -305,7 +305,7 @@ impl Sandboxes {
             table.remove(&live.record);
         }
         drop(self.dials.send(Order::Stop(id.clone())));
-        drop(live.socket);
+        live.socket.linger();
         self.states.delete(id);
         self.metrics.sandboxes.served.dec();
         live.attached.guest.fail_calls();

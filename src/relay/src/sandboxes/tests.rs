@@ -68,6 +68,12 @@ async fn the_addresses_of_vms_are_known_as_long_as_a_sandbox_has_them() {
     assert_eq!(vms("10.0.0.8"), 0);
 }
 
+/// Whether the socket of a removed sandbox closes a late shim's connection.
+async fn is_closed(record: &Record) -> bool {
+    let Ok(mut shim) = UnixStream::connect(&record.agent_socket).await else { return true };
+    matches!(tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await, Ok(Ok(0) | Err(_)))
+}
+
 #[tokio::test]
 async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
     let world = World::new("put");
@@ -80,7 +86,7 @@ async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_some());
     world.sandboxes.delete(&record.id).await.unwrap();
     world.sandboxes.delete(&record.id).await.unwrap();
-    assert!(!folder.exists());
+    assert!(is_closed(&record).await);
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
     assert_eq!(std::fs::read_dir(world.base.join("relay/sandboxes")).unwrap().count(), 0);
     world.sandboxes.put(record.clone(), ()).await.unwrap();
@@ -148,7 +154,7 @@ async fn an_abandoned_put_leaves_no_record_after_a_later_delete() {
         }
         drop(put);
         world.sandboxes.delete(&record.id).await.unwrap();
-        assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
+        assert!(world.sandboxes.get(&record.id).is_none() && is_closed(&record).await);
         assert_eq!(std::fs::read_dir(world.base.join("relay/sandboxes")).unwrap().count(), 0);
     }
 }
@@ -175,7 +181,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
     world.sandboxes.put(record.clone(), ()).await.unwrap();
     UnixStream::connect(&record.agent_socket).await.unwrap();
     world.sandboxes.delete(&record.id).await.unwrap();
-    assert!(!record.agent_socket.exists());
+    assert!(is_closed(&record).await);
     let table = world.sandboxes.table.lock();
     assert!(table.slots.is_empty() && table.attached.is_empty() && table.fingerprints.is_empty());
 }
@@ -207,7 +213,8 @@ async fn an_endpoint_that_ends_early_is_replaced() {
         assert!(open.is_err(), "the next connection is kept: {open:?}");
     }
     world.sandboxes.delete(&record.id).await.unwrap();
-    assert!(!record.agent_socket.exists() && world.sandboxes.table.lock().slots.is_empty());
+    assert!(world.sandboxes.table.lock().slots.is_empty());
+    assert!(is_closed(&record).await);
 }
 
 #[tokio::test]
@@ -234,7 +241,7 @@ async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
     let open = tokio::time::timeout(Duration::from_millis(50), shim.read(&mut [0])).await;
     assert!(open.is_err(), "the next connection is kept: {open:?}");
     world.sandboxes.delete(&record.id).await.unwrap();
-    assert!(!record.agent_socket.exists());
+    assert!(is_closed(&record).await);
 }
 
 #[tokio::test]
@@ -250,7 +257,7 @@ async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     };
     world.sandboxes.delete(&record.id).await.unwrap();
     world.sandboxes.renew(&ended).await;
-    assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
+    assert!(world.sandboxes.get(&record.id).is_none() && is_closed(&record).await);
     // A sandbox that was put again meanwhile is not changed.
     world.sandboxes.put(record.clone(), ()).await.unwrap();
     let now = world.sandboxes.get(&record.id).unwrap();
