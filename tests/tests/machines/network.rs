@@ -153,7 +153,7 @@ impl Machine {
             let back = self.shell(&back).await.context("out of the pod")?;
             ensure!(back == sum, "to {beside} and back {sum} became {back}");
         }
-        echo.end().await;
+        echo.end().await?;
         let after = self.fragments(world).await?;
         ensure!(after == before, "packets were cut: {before:?} before, {after:?} after");
         Ok(())

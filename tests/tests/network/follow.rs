@@ -263,7 +263,7 @@ async fn transfers(other: &Pod, sandbox: &Sandbox) -> anyhow::Result<()> {
         traffic::tcp(other.namespace().netns(), SocketAddr::new(pod, ECHO_PORT), 1 << 20).await?;
     }
     for server in servers {
-        server.end().await;
+        server.end().await?;
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
 use crate::command::run;
+use crate::eventually;
 
 /// Port of every echo server.
 pub const ECHO_PORT: u16 = 7777;
@@ -26,6 +27,8 @@ const PIECE: usize = 16 << 10;
 
 /// Echoes TCP and UDP in a namespace until it is dropped. A TCP client first receives its own address.
 pub struct Echo {
+    netns: Netns,
+    at: Vec<SocketAddr>,
     tasks: JoinSet<()>,
 }
 
@@ -33,13 +36,9 @@ impl Echo {
     /// Listens on [`ECHO_PORT`] of each of these addresses of the namespace.
     pub fn start(netns: &Netns, addresses: &[IpAddr]) -> anyhow::Result<Echo> {
         let mut tasks = JoinSet::new();
-        for address in addresses {
-            let at = SocketAddr::new(*address, ECHO_PORT);
-            let attempt = || format!("listen on {at}");
-            let (tcp, udp) = netns
-                .run(|| io::Result::Ok((std::net::TcpListener::bind(at)?, std::net::UdpSocket::bind(at)?)))
-                .with_context(attempt)?
-                .with_context(attempt)?;
+        let all: Vec<_> = addresses.iter().map(|address| SocketAddr::new(*address, ECHO_PORT)).collect();
+        for at in all.iter().copied() {
+            let (tcp, udp) = bind(netns, at).with_context(|| format!("listen on {at}"))?;
             tcp.set_nonblocking(true)?;
             udp.set_nonblocking(true)?;
             let (tcp, udp) = (TcpListener::from_std(tcp)?, UdpSocket::from_std(udp)?);
@@ -61,13 +60,22 @@ impl Echo {
                 }
             });
         }
-        Ok(Echo { tasks })
+        Ok(Echo { netns: netns.clone(), at: all, tasks })
     }
 
-    /// Ends the server and waits until its port is free again.
-    pub async fn end(mut self) {
+    /// Ends the server and waits until its port is free again. A process that another test has forked has a copy of
+    /// each socket until its exec.
+    pub async fn end(mut self) -> anyhow::Result<()> {
         self.tasks.shutdown().await;
+        for at in self.at {
+            eventually(&format!("{at} is free"), PATIENCE, async || bind(&self.netns, at).ok()).await?;
+        }
+        Ok(())
     }
+}
+
+fn bind(netns: &Netns, at: SocketAddr) -> anyhow::Result<(std::net::TcpListener, std::net::UdpSocket)> {
+    Ok(netns.run(|| io::Result::Ok((std::net::TcpListener::bind(at)?, std::net::UdpSocket::bind(at)?)))??)
 }
 
 async fn echo(stream: TcpStream, peer: SocketAddr) -> io::Result<()> {

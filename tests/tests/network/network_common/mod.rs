@@ -155,7 +155,7 @@ impl Company<'_> {
         }
         talks.all_succeed().await?;
         for echo in echoes {
-            echo.end().await;
+            echo.end().await?;
         }
         Ok(())
     }
