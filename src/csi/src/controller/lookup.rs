@@ -88,12 +88,8 @@ impl Lookup {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &namespace);
         let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
         let pods = within(format!("list pods of {namespace} on {node}"), pods.list(&here)).await?;
-        let users = pods.items.iter().filter_map(|pod| pod.spec.as_ref()).filter(|pod| {
-            let volumes = pod.volumes.as_deref().unwrap_or_default();
-            volumes.iter().any(|volume| {
-                volume.persistent_volume_claim.as_ref().is_some_and(|used| used.claim_name == claim)
-            })
-        });
+        let users =
+            pods.items.iter().filter(|pod| has_claim(pod, &claim)).filter_map(|pod| pod.spec.as_ref());
         let (mut ours, mut others) = (0, 0);
         for pod in users {
             let class = pod.runtime_class_name.as_deref().unwrap_or_default();
@@ -119,6 +115,17 @@ impl Lookup {
     }
 }
 
+/// Whether one of the pod's volumes is this claim. Kubernetes names the claim of an ephemeral volume
+/// `<pod>-<volume>`.
+fn has_claim(pod: &Pod, claim: &str) -> bool {
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    let volumes = pod.spec.as_ref().and_then(|spec| spec.volumes.as_deref()).unwrap_or_default();
+    volumes.iter().any(|volume| {
+        let named = volume.persistent_volume_claim.as_ref().is_some_and(|used| used.claim_name == claim);
+        named || volume.ephemeral.is_some() && format!("{name}-{}", volume.name) == claim
+    })
+}
+
 fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
     node.spec.drivers.iter().find(|one| one.name == driver).map(|one| one.node_id.as_str())
 }
@@ -127,4 +134,30 @@ fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
 fn handle_of<'a>(volume: &'a PersistentVolume, driver: &str) -> Option<&'a str> {
     let csi = volume.spec.as_ref()?.csi.as_ref()?;
     (csi.driver == driver).then_some(csi.volume_handle.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_claim_belongs_to_pods_that_name_it_and_to_the_pod_that_it_was_made_for() {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web"},
+            "spec": {"containers": [], "volumes": [
+                {"name": "data", "persistentVolumeClaim": {"claimName": "shared"}},
+                {"name": "scratch", "ephemeral": {}},
+                {"name": "other", "emptyDir": {}},
+            ]},
+        }))
+        .unwrap();
+        for claim in ["shared", "web-scratch"] {
+            assert!(has_claim(&pod, claim), "{claim}");
+        }
+        for claim in ["data", "web-data", "scratch", "web-other"] {
+            assert!(!has_claim(&pod, claim), "{claim}");
+        }
+    }
 }
