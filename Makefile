@@ -110,6 +110,7 @@ test-kube: setup
 # Pods on a real node with kubelet, containerd and Kata's programs, which the folder KATA_DIR contains (CONTRIBUTING.md).
 test-kubernetes: setup image-minimal
 	tests/kube/build
+	tests/csi/build sidecars
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
 	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes

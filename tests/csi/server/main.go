@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"time"
@@ -40,6 +41,7 @@ var (
 	topology    = flag.Bool("topology", false, "accessible topology")
 	mountGroup  = flag.Bool("mount-group", false, "VOLUME_MOUNT_GROUP")
 	slow        = flag.Duration("slow", 0, "before each answer of the mock")
+	disks       = flag.String("disks", "", "folder that gets one file per volume, with its size")
 )
 
 // frame is a message as it is on the wire.
@@ -84,7 +86,42 @@ func (d driver) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) 
 			return nil, status.Errorf(codes.InvalidArgument, "parameter %q is not known", key)
 		}
 	}
-	return d.Service.CreateVolume(ctx, req)
+	answer, err := d.Service.CreateVolume(ctx, req)
+	if err == nil {
+		err = resize(answer.GetVolume().GetVolumeId(), answer.GetVolume().GetCapacityBytes())
+	}
+	return answer, err
+}
+
+// resize makes the volume's file, or changes its size.
+func resize(id string, bytes int64) error {
+	if *disks == "" {
+		return nil
+	}
+	file, err := os.OpenFile(filepath.Join(*disks, id), os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	return file.Truncate(bytes)
+}
+
+func (d driver) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (*csi.ControllerExpandVolumeResponse, error) {
+	answer, err := d.Service.ControllerExpandVolume(ctx, req)
+	if err == nil {
+		err = resize(req.GetVolumeId(), answer.GetCapacityBytes())
+	}
+	return answer, err
+}
+
+func (d driver) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
+	answer, err := d.Service.DeleteVolume(ctx, req)
+	if err == nil && *disks != "" {
+		if err := os.Remove(filepath.Join(*disks, req.GetVolumeId())); err != nil && !os.IsNotExist(err) {
+			return nil, err
+		}
+	}
+	return answer, err
 }
 
 // ControllerPublishVolume says how the disk is recognised, as drivers of real disks do.
@@ -194,9 +231,15 @@ func (r *recorder) unknown(_ any, stream grpc.ServerStream) error {
 }
 
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == "kubelet" {
-		fatal(kubelet(os.Args[2:]))
-		return
+	if len(os.Args) > 1 {
+		switch os.Args[1] {
+		case "kubelet":
+			fatal(kubelet(os.Args[2:]))
+			return
+		case "register":
+			fatal(register(os.Args[2:]))
+			return
+		}
 	}
 	flag.Parse()
 	var record recorder

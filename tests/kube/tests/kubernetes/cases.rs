@@ -1,5 +1,6 @@
 //! The cases: what users do with pods, each in a Kubernetes namespace of its own.
 
+mod claims;
 mod life;
 mod network;
 mod prints;
@@ -80,6 +81,13 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("volumes: a secret of 900 kB", volumes::large_secret),
     ("volumes: emptyDir outlives a container", volumes::empty_dir),
     ("volumes: hostPath", rights::host_path),
+    ("claims: the next pod sees the bytes", claims::next_pod),
+    ("claims: raw block", claims::block),
+    ("claims: expansion under a running pod", claims::expansion),
+    ("claims: detached and deleted", claims::removal),
+    ("claims: a pod's own (ephemeral)", claims::ephemeral),
+    ("claims: for peer pods only", claims::without_vm),
+    ("claims: inline CSI volume", claims::inline),
     ("a missing secret for variables", volumes::missing_variable),
     ("hostNetwork is refused", rights::host_network),
     ("allowPrivilegeEscalation: false", rights::no_new_privileges),

@@ -15,6 +15,7 @@ mod faults;
 #[path = "../../../tests/images_common/mod.rs"]
 mod images_common;
 mod node;
+mod storage;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -90,7 +91,10 @@ fn inside(part: &str) -> anyhow::Result<bool> {
         CHART => chart::run(&world),
         CHURN => with_node(&world, "", |node| churn::run(&node)),
         FAULTS => with_node(&world, "kubernetes_faults", |mut node| faults::run(&mut node)),
-        _ => with_node(&world, "kubernetes_cases", |node| run(&node)),
+        _ => with_node(&world, "kubernetes_cases", |node| {
+            let _programs = storage::start(&node, &world)?;
+            run(&node)
+        }),
     })?
 }
 
