@@ -1,6 +1,7 @@
 //! The chart as users install it: its container image, its DaemonSets by kubelet under runc, and VMs of libvirt that boot
 //! the minimal image with Kata's agent.
 
+use std::cell::RefCell;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -16,6 +17,7 @@ use peerpod_test_kube::{NODE, project, report};
 use peerpod_world::{Libvirtd, World, binary, eventually_blocking};
 use serde_json::{Value, json};
 
+use crate::audit;
 use crate::cases::Case;
 use crate::images_common::{Image, Layer, PORT, Packing};
 use crate::node::{ADDRESS, Layout, Node};
@@ -32,7 +34,8 @@ const PROGRAMS: [&str; 5] = ["peerpod-node", "peerpod-relay", "peerpod-cluster",
 /// A node with libvirt, on which the chart is installed.
 struct Installed<'a> {
     node: &'a Node,
-    libvirtd: &'a Libvirtd,
+    libvirtd: RefCell<Libvirtd>,
+    folder: &'a Path,
     values: String,
     began: Instant,
 }
@@ -58,13 +61,17 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let values = folder.join("values.yaml");
     fs::write(&values, values_for(&folder, &vm).to_string())?;
     let values = values.to_string_lossy().into_owned();
-    let on = Installed { node: &node, libvirtd: &libvirtd, values, began: Instant::now() };
-    let steps: [(&str, Step); 7] = [
+    let folder = world.folder();
+    let on =
+        Installed { node: &node, libvirtd: RefCell::new(libvirtd), folder, values, began: Instant::now() };
+    let steps: [(&str, Step); 9] = [
         ("helm install: all pods are ready", install),
         ("a pod with the runtime class and no other word runs in a VM", first_pod),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
         ("helm upgrade under an open exec: no line is missing", upgrade),
+        ("libvirtd is killed under a pod", restart_libvirtd),
         ("the node is drained", drain),
+        ("no request was refused", |on| audit::check(on.node, on.folder)),
         ("helm uninstall", uninstall),
         ("nothing is left", nothing_is_left),
     ];
@@ -177,7 +184,7 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
         "       {:6.1} s  from helm install to the first pod's readiness",
         on.began.elapsed().as_secs_f64()
     );
-    let vms = on.libvirtd.domains()?;
+    let vms = on.libvirtd.borrow().domains()?;
     ensure!(vms.len() == 1, "{vms:?}");
     let kernel = case.exec("p", &["uname", "-r"])?;
     let ours = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
@@ -261,10 +268,22 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn restart_libvirtd(on: &Installed<'_>) -> anyhow::Result<()> {
+    let case = Case::of(on.node, "users");
+    on.libvirtd.borrow_mut().kill()?;
+    ensure!(case.exec("p", &["echo", "lives"])? == "lives\n", "the pod does not answer");
+    on.libvirtd.borrow_mut().begin()?;
+    case.sleeper("after")?;
+    case.exec("p", &["true"])?;
+    case.kubectl(&["delete", "pod", "after", "--timeout=120s"]).map(drop)
+}
+
 fn drain(on: &Installed<'_>) -> anyhow::Result<()> {
     on.node.kubectl(&["cordon", NODE])?;
     on.node.kubectl(&["-n", "users", "delete", "pod", "p", "--timeout=120s"])?;
-    eventually_blocking("no VM is left", PATIENCE, || on.libvirtd.domains().ok()?.is_empty().then_some(()))?;
+    eventually_blocking("no VM is left", PATIENCE, || {
+        on.libvirtd.borrow().domains().ok()?.is_empty().then_some(())
+    })?;
     let peer_pods = on.node.kubectl(&["get", "peerpods", "-A", "-o", "name"])?;
     ensure!(peer_pods.is_empty(), "{peer_pods}");
     Ok(())

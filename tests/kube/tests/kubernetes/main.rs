@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 mod agent;
+mod audit;
 mod cases;
 mod chart;
 mod churn;

@@ -20,6 +20,7 @@ use peerpod_world::{Daemons, LedgerEntry, Settings, World, share};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
+use crate::audit;
 use crate::dns;
 use crate::images_common::{Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, digest};
 
@@ -128,7 +129,8 @@ impl Node {
         let serving = Serving { at: Some(at), ..Serving::default() };
         let registry = tokio::task::block_in_place(|| Registry::start(&images, &serving));
         // All that the control plane writes is in memory here.
-        let options = Options { controllers: vec!["*"], node: Some(ADDRESS), ..Options::default() };
+        let api_server = if layout.is_harness { Vec::new() } else { audit::flags(&folder)? };
+        let options = Options { controllers: vec!["*"], node: Some(ADDRESS), api_server };
         let cluster = Cluster::start(options).await?;
         let bundles = layout.containerd.join("io.containerd.runtime.v2.task/k8s.io");
         fs::create_dir_all(&bundles)?;

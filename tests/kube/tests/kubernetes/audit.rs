@@ -1,0 +1,102 @@
+//! The API server's audit log of the chart's accounts: their rights, used and unused, and refused requests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use serde_json::{Value, json};
+
+use crate::node::Node;
+
+const ACCOUNT: &str = "system:serviceaccount:peerpod-system:";
+
+/// A verb and a resource with its API group.
+type Right = (String, String);
+
+/// Returns the flags of an API server that writes the log to `audit.log` in a folder.
+pub(crate) fn flags(folder: &Path) -> anyhow::Result<Vec<String>> {
+    let policy = folder.join("audit.yaml");
+    let content = json!({
+        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+        "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts:peerpod-system"]}, {"level": "None"}],
+    });
+    fs::write(&policy, content.to_string())?;
+    Ok(vec![
+        format!("--audit-policy-file={}", policy.display()),
+        format!("--audit-log-path={}", folder.join("audit.log").display()),
+    ])
+}
+
+/// Prints each right of the chart's accounts with the number of its requests. Fails if one was refused.
+pub(crate) fn check(node: &Node, folder: &Path) -> anyhow::Result<()> {
+    let (mut used, mut refused) = (BTreeMap::<(String, Right), usize>::new(), BTreeSet::new());
+    for line in fs::read_to_string(folder.join("audit.log"))?.lines() {
+        let entry: Value = serde_json::from_str(line)?;
+        let user = entry["user"]["username"].as_str().unwrap_or_default();
+        let Some(account) = user.strip_prefix(ACCOUNT) else { continue };
+        let object = &entry["objectRef"];
+        let word = |name: &str| object[name].as_str().filter(|word| !word.is_empty());
+        let resource = word("subresource").map(|part| format!("/{part}")).unwrap_or_default();
+        let resource = format!("{}{resource}", word("resource").unwrap_or("(discovery)"));
+        let verb = entry["verb"].as_str().unwrap_or_default().to_owned();
+        let right = (verb, full(word("apiGroup").unwrap_or_default(), &resource));
+        if entry["responseStatus"]["code"] == 403 {
+            refused.insert(format!("{account} may not {} {}: {}", right.0, right.1, entry["requestURI"]));
+        }
+        *used.entry((account.to_owned(), right)).or_default() += 1;
+    }
+    ensure!(!used.is_empty(), "the audit log has no request of the chart's accounts");
+    for (account, rights) in granted(node)? {
+        for right in rights {
+            let requests = used.get(&(account.clone(), right.clone())).copied().unwrap_or_default();
+            let requests =
+                if requests == 0 { "unused here".to_owned() } else { format!("{requests} requests") };
+            println!("         {account}: {} {}: {requests}", right.0, right.1);
+        }
+    }
+    ensure!(refused.is_empty(), "{refused:#?}");
+    Ok(())
+}
+
+fn full(group: &str, resource: &str) -> String {
+    if group.is_empty() { resource.to_owned() } else { format!("{resource}.{group}") }
+}
+
+/// Returns the rights of each account, by the bindings of the release.
+fn granted(node: &Node) -> anyhow::Result<BTreeMap<String, BTreeSet<Right>>> {
+    let read = |kinds: &str| -> anyhow::Result<Vec<Value>> {
+        let labels = "app.kubernetes.io/name=peerpod";
+        let all: Value =
+            serde_json::from_str(&node.kubectl(&["get", kinds, "-A", "-l", labels, "-o", "json"])?)?;
+        Ok(all["items"].as_array().context("items")?.clone())
+    };
+    let roles = read("roles,clusterroles")?;
+    let mut granted = BTreeMap::<String, BTreeSet<Right>>::new();
+    for binding in read("rolebindings,clusterrolebindings")? {
+        let target = &binding["roleRef"];
+        let role = roles.iter().find(|role| {
+            role["kind"] == target["kind"]
+                && role["metadata"]["name"] == target["name"]
+                && (role["kind"] == "ClusterRole"
+                    || role["metadata"]["namespace"] == binding["metadata"]["namespace"])
+        });
+        let role = role.with_context(|| format!("no role for {}", binding["metadata"]["name"]))?;
+        for subject in binding["subjects"].as_array().into_iter().flatten() {
+            let rights = granted.entry(subject["name"].as_str().unwrap_or_default().to_owned()).or_default();
+            for rule in role["rules"].as_array().into_iter().flatten() {
+                for (group, resource) in strings(&rule["apiGroups"])
+                    .flat_map(|group| strings(&rule["resources"]).map(move |resource| (group, resource)))
+                {
+                    rights
+                        .extend(strings(&rule["verbs"]).map(|verb| (verb.to_owned(), full(group, resource))));
+                }
+            }
+        }
+    }
+    Ok(granted)
+}
+
+fn strings(list: &Value) -> impl Iterator<Item = &str> {
+    list.as_array().into_iter().flatten().filter_map(Value::as_str)
+}
