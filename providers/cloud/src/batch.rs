@@ -7,6 +7,7 @@
 //! Clouds refuse a whole list because of one unknown id. Such a list is halved until the bad item is alone. That takes
 //! some 2·log₂ n calls instead of n.
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -171,6 +172,41 @@ where
                 }
             }
         }
+    }
+}
+
+/// Batcher that looks up objects by their ids, with one call for all concurrent callers. `None`: the cloud does not know
+/// the id.
+pub type Lookup<T> = Batcher<String, Option<T>>;
+
+/// Returns a lookup. `by_ids` gets each id once, and returns the objects that exist: those of these ids, or of a list
+/// of all.
+pub fn lookup<T, F>(
+    window: Window,
+    by_ids: impl Fn(Vec<String>, Instant) -> F + Send + Sync + 'static,
+) -> Lookup<T>
+where
+    T: Clone + Send + 'static,
+    F: Future<Output = Result<HashMap<String, T>, Error>> + Send + 'static,
+{
+    Batcher::new(window, move |ids: Vec<String>, deadline| {
+        let mut each = ids.clone();
+        each.sort();
+        each.dedup();
+        let found = by_ids(each, deadline);
+        async move {
+            let found = found.await?;
+            // Several callers may ask for one id.
+            Ok(ids.iter().map(|id| Ok(found.get(id).cloned())).collect())
+        }
+    })
+}
+
+/// Describes a call for these objects, like `look at VM i-1` or `look at 3 VMs`.
+pub fn what(verb: &str, kind: &str, ids: &[String]) -> String {
+    match ids {
+        [one] => format!("{verb} {kind} {one}"),
+        many => format!("{verb} {} {kind}s", many.len()),
     }
 }
 

@@ -20,14 +20,29 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use peerpod_provider_api::Error;
+use peerpod_provider_api::{Error, deadline};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 pub use table::{BucketLimits, Table};
+pub use tokens::rest_of_minute;
 
 use metrics::ApiCallMetrics;
 use queue::{NoTurn, Permit, Queues};
+
+/// Longest time that a call waits for its turn and its answer when its caller has set no deadline.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Returns the deadline of the provider's caller, or two minutes from now.
+pub fn until() -> Instant {
+    deadline().unwrap_or_else(|| Instant::now() + PATIENCE)
+}
+
+/// Returns the time at which a wait within a call must end so that its caller gets the answer before the deadline: two
+/// seconds before, or a tenth of the time that is left.
+pub fn before(deadline: Instant) -> Instant {
+    queue::latest(Instant::now(), deadline)
+}
 
 /// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
@@ -92,6 +107,13 @@ impl Scheduler {
                 return answer;
             }
         }
+    }
+
+    /// Records that the cloud accepts only this many more calls like `action` for now, where its answers tell that
+    /// (`x-ms-ratelimit-remaining-resource`).
+    pub fn left(&self, action: &str, calls: u32) {
+        let (bucket, limits) = self.table.bucket(action);
+        self.queues.left(bucket, limits, calls);
     }
 
     /// Waits for the turn of the call.

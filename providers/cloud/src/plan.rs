@@ -13,7 +13,7 @@ use peerpod_provider_api::{Arch, Confidential, CreateRequest, Error, Market, Rej
 use tokio::time::Instant;
 
 use crate::catalogue::{Catalogue, Location, MachineType, Offering};
-use crate::marks::Marks;
+use crate::exhausted::Exhausted;
 
 /// Settings of the administrator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -131,7 +131,7 @@ pub fn plan<'c>(
     catalogue: &'c Catalogue,
     request: &CreateRequest,
     policy: &Policy,
-    marks: &Marks,
+    marks: &Exhausted,
     now: Instant,
 ) -> Result<Plan<'c>, Error> {
     let only = only(catalogue, request, policy)?;
@@ -307,7 +307,7 @@ fn unavailable(
     market: Market,
     request: &CreateRequest,
     policy: &Policy,
-    marks: &Marks,
+    marks: &Exhausted,
     now: Instant,
 ) -> Option<RejectReason> {
     let wanted = match request.market {

@@ -1,6 +1,7 @@
 //! Planner with its state: catalogue, policy and marks of exhausted offerings.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use peerpod_provider_api::{CreateRequest, Error, Placement, Rejected};
@@ -8,20 +9,20 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::catalogue::{Catalogue, Offering};
-use crate::marks::{Marks, Scope};
+use crate::exhausted::{Exhausted, STANDS, Scope};
 use crate::plan::{Policy, plan};
 use crate::text::clip;
 
 /// Chooses offerings and remembers refused ones. One per account; shared by reference.
 ///
 /// `Provider::place` calls [`Planner::place`], and the caller records the answer. `Provider::create` reads it with
-/// [`offerings`] and makes the cloud call. It then calls [`Planner::mark`] for each refused offering, and
+/// [`offerings`] and makes the cloud call. It then calls [`Planner::exhausted`] for each refused offering, and
 /// [`Planner::capacity_error`] if all were refused. The caller records another attempt and asks for another placement.
 #[derive(Debug)]
 pub struct Planner {
     policy: Policy,
     catalogue: RwLock<Arc<Catalogue>>,
-    marks: Mutex<Marks>,
+    exhausted: Mutex<Exhausted>,
 }
 
 /// Content of a [`Placement`], version 1.
@@ -36,7 +37,7 @@ const VERSION: u32 = 1;
 impl Planner {
     /// Returns a planner with an empty catalogue.
     pub fn new(policy: Policy) -> Planner {
-        Planner { policy, catalogue: RwLock::default(), marks: Mutex::default() }
+        Planner { policy, catalogue: RwLock::default(), exhausted: Mutex::default() }
     }
 
     /// Returns the current catalogue.
@@ -57,7 +58,7 @@ impl Planner {
     /// the reason against every offering.
     pub fn place(&self, request: &CreateRequest, at_most: usize) -> Result<Placement, Error> {
         let catalogue = self.catalogue();
-        let plan = plan(&catalogue, request, &self.policy, &self.marks.lock(), Instant::now())?;
+        let plan = plan(&catalogue, request, &self.policy, &self.exhausted.lock(), Instant::now())?;
         if plan.offerings.is_empty() {
             return Err(plan.nothing_left(request));
         }
@@ -73,9 +74,15 @@ impl Planner {
         }
     }
 
-    /// Marks these offerings as exhausted. `why` is the cloud's code or text, without secrets.
-    pub fn mark(&self, scope: impl Into<Scope>, why: &str) {
-        self.marks.lock().mark(scope, why, Instant::now());
+    /// Marks these offerings as exhausted for three minutes. `why` is the cloud's code or text, without secrets.
+    pub fn exhausted(&self, scope: impl Into<Scope>, why: &str) {
+        self.exhausted_for(scope, why, STANDS);
+    }
+
+    /// Marks these offerings as exhausted for this time, at most a day. Clouds differ: an allocation that failed may
+    /// work in minutes, a type that is closed to the account stays closed for hours.
+    pub fn exhausted_for(&self, scope: impl Into<Scope>, why: &str, time: Duration) {
+        self.exhausted.lock().mark(scope, why, time, Instant::now());
     }
 
     /// Returns the error for a create that made nothing because all tried offerings are exhausted, with the cloud's
@@ -136,8 +143,6 @@ pub fn offerings(request: &CreateRequest) -> Result<Option<Vec<Offering>>, Error
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use peerpod_provider_api::{Arch, Market, Retry, Size};
 
     use super::*;
@@ -191,9 +196,9 @@ mod tests {
             subnet: None,
             market: Market::OnDemand,
         };
-        planner.mark(&small("z1"), "InsufficientInstanceCapacity");
+        planner.exhausted(&small("z1"), "InsufficientInstanceCapacity");
         assert_eq!(named(&planner, 2), ["small in z2", "large in z1"]);
-        planner.mark(Scope::Subnet("subnet-z2".to_owned()), "InsufficientFreeAddressesInSubnet");
+        planner.exhausted(Scope::Subnet("subnet-z2".to_owned()), "InsufficientFreeAddressesInSubnet");
         assert_eq!(named(&planner, 2), ["large in z1"]);
         tokio::time::advance(Duration::from_secs(180)).await;
         assert_eq!(named(&planner, 1), ["small in z1"]);
@@ -202,7 +207,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn without_any_capacity_the_error_names_each_offering_and_a_remedy() {
         let planner = planner(&["small", "large"]);
-        planner.mark(Scope::Market(Market::OnDemand), "VcpuLimitExceeded");
+        planner.exhausted(Scope::Market(Market::OnDemand), "VcpuLimitExceeded");
         tokio::time::advance(Duration::from_secs(125)).await;
         let error = planner.place(&request(), 5).unwrap_err();
         assert_eq!(error.retry(), Retry::NextOffering);

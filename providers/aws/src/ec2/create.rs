@@ -22,7 +22,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::Offering;
-use peerpod_provider_cloud::marks::Scope;
+use peerpod_provider_cloud::exhausted::Scope;
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
@@ -277,7 +277,7 @@ impl Launch<'_> {
         let text = refusal::said(code, message, "CreateFleet");
         let planner = &self.aws.planner;
         if code == "AuthFailure.ServiceLinkedRoleCreationNotPermitted" {
-            planner.mark(Scope::Market(Market::Spot), code);
+            planner.exhausted(Scope::Market(Market::Spot), code);
             let spot = offerings.iter().filter(|one| one.market == Market::Spot);
             outcome.refused.extend(spot.map(|one| (one.clone(), code.to_owned())));
             return Ok(());
@@ -314,14 +314,14 @@ impl Launch<'_> {
     fn exhausted(&self, offering: &Offering, code: &str) {
         match (&offering.subnet, code) {
             (Some(subnet), "InsufficientFreeAddressesInSubnet") => {
-                self.aws.planner.mark(Scope::Subnet(subnet.clone()), code);
+                self.aws.planner.exhausted(Scope::Subnet(subnet.clone()), code);
             }
             // The next pods get the remedy, too, although EC2 is not asked for them.
             _ if refusal::meaning(code, 400) == Meaning::Quota => {
                 let remedy = refusal::remedy(code, Meaning::Quota, "CreateFleet");
-                self.aws.planner.mark(offering, &format!("{code}: {remedy}"));
+                self.aws.planner.exhausted(offering, &format!("{code}: {remedy}"));
             }
-            _ => self.aws.planner.mark(offering, code),
+            _ => self.aws.planner.exhausted(offering, code),
         }
     }
 

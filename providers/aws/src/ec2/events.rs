@@ -146,7 +146,7 @@ fn event(aws: &Aws, request: SpotInstanceRequest) -> Option<ProviderEvent> {
     let (kind, offering) = aws.spots.note(&id, &code, &message, since)?;
     if let Some(offering) = offering {
         // The lost pod will be replaced, but not from an offering that EC2 has just run out of.
-        aws.planner.mark(&offering, &code);
+        aws.planner.exhausted(&offering, &code);
     }
     Some(ProviderEvent { id: InstanceId::new(id).ok()?, kind })
 }

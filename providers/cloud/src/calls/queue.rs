@@ -160,6 +160,13 @@ impl Queues {
         }
     }
 
+    /// Records that the cloud accepts only this many more calls of the bucket for now.
+    pub(super) fn left(&self, bucket: &'static str, limits: &BucketLimits, calls: u32) {
+        let mut queues = self.0.lock();
+        let queue = queues.entry(bucket).or_insert_with(|| Queue::new(*limits));
+        queue.tokens.left(calls, Instant::now());
+    }
+
     fn permit(self: &Arc<Queues>, bucket: &'static str) -> Permit {
         Permit { queues: Arc::clone(self), bucket, sent: None }
     }
@@ -221,7 +228,7 @@ impl Queues {
 /// Returns the latest time of a turn that leaves time for the answer before the deadline. A call that joins a full
 /// queue gets the last turn in time, by less than the time of one token. Without this margin, one in every few calls
 /// would be sent without waiting for its answer.
-fn latest(now: Instant, deadline: Instant) -> Instant {
+pub(super) fn latest(now: Instant, deadline: Instant) -> Instant {
     deadline - ANSWER.min(deadline.saturating_duration_since(now) / 10)
 }
 

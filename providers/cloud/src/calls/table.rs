@@ -9,6 +9,9 @@ pub struct BucketLimits {
     pub burst: u32,
     /// Most calls in flight.
     pub at_once: u32,
+    /// Whether the bucket is filled at the start of each minute only, as on Google Cloud and Alibaba Cloud. Otherwise it
+    /// is filled continuously.
+    pub by_minute: bool,
 }
 
 /// Default limit of calls in flight: the number of connections that a client has anyway.
@@ -18,7 +21,18 @@ impl BucketLimits {
     /// Returns limits of at least 0.001 tokens per second (one per 1000 s) and a burst of at least one, with 64 calls
     /// in flight.
     pub fn new(per_second: f64, burst: u32) -> BucketLimits {
-        BucketLimits { per_second: per_second.max(0.001), burst: burst.max(1), at_once: AT_ONCE }
+        BucketLimits {
+            per_second: per_second.max(0.001),
+            burst: burst.max(1),
+            at_once: AT_ONCE,
+            by_minute: false,
+        }
+    }
+
+    /// Returns limits of this many calls (at least one) in each minute of the clock, with 64 calls in flight.
+    pub fn per_minute(calls: u32) -> BucketLimits {
+        let burst = calls.max(1);
+        BucketLimits { by_minute: true, ..BucketLimits::new(f64::from(burst) / 60.0, burst) }
     }
 }
 

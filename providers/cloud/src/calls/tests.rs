@@ -342,3 +342,45 @@ async fn state_of_gone_owners_is_dropped() {
     times(&scheduler, 500).await;
     assert_eq!(scheduler.queues.kept(), HashMap::from([("other", 0)]));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_bucket_by_the_minute_is_filled_at_the_start_of_each() {
+    let scheduler = Scheduler::new(Table::new(BucketLimits::per_minute(30)));
+    let times = times(&scheduler, 75).await;
+    let (first, second, third) = (times[29], times[30], times[60]);
+    assert!(first < 0.001 && second <= 60.1 && times[59] < second + 0.1, "{times:?}");
+    assert!((59.9..60.1).contains(&(third - second)) && times[74] < third + 0.1, "{times:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttle_by_the_minute_blocks_until_the_next_and_halves_its_calls() {
+    let scheduler = Scheduler::new(Table::new(BucketLimits::per_minute(30)));
+    let is_throttled = AtomicU32::new(1);
+    let ask = || async {
+        match is_throttled.swap(0, Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => Err(Error::Throttled { after: None, text: "rateLimitExceeded".into() }),
+        }
+    };
+    let start = Instant::now();
+    scheduler.run(call("first", FAR), ask).await.unwrap();
+    let next = start.elapsed();
+    assert!(next > Duration::from_millis(1) && next <= Duration::from_secs(61), "{next:?}");
+    let times = times(&scheduler, 20).await;
+    assert!(times[12] < 1.1 && times[16] > 58.0, "half of 30 a minute: {times:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_cloud_states_the_calls_that_are_left() {
+    let scheduler = scheduler(1.0, 100);
+    scheduler.left("RunInstances", 2);
+    let times = times(&scheduler, 4).await;
+    assert!(times[1] < 0.001 && (0.9..1.1).contains(&times[2]) && times[3] > 1.9, "{times:?}");
+}
+
+#[test]
+fn the_rest_of_a_minute_is_never_zero() {
+    let at = |millis| rest_of_minute(std::time::UNIX_EPOCH + Duration::from_millis(millis));
+    assert_eq!(at(61_500), Duration::from_millis(58_500));
+    assert_eq!((at(120_000), at(119_999)), (Duration::from_secs(60), Duration::from_millis(1)));
+}

@@ -7,9 +7,12 @@
 //! multiplicative decrease of TCP: independent users of one account converge to fair shares, unless they act in step. A
 //! random part of the pause prevents that. Calls that were in flight together are throttled together, and cut the rate
 //! once.
+//!
+//! Some clouds fill the account's bucket at the start of each minute only. Such a bucket gets a minute's tokens of the
+//! current rate at that time, and a throttle reply blocks it until then.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
 
@@ -21,6 +24,10 @@ const GIVEN_BACK: f64 = 0.1;
 const LEAST: f64 = 1.0 / 16.0;
 /// Upper limit for a pause that the cloud asks for: a longer one would be an outage of its own.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Time between two fillings of a bucket that is filled by the minute.
+const MINUTE: Duration = Duration::from_secs(60);
+/// Largest random delay of the first call after a pause of a bucket that is filled by the minute.
+const SPREAD: Duration = Duration::from_secs(1);
 /// One token, less a margin for floating-point errors.
 const WHOLE: f64 = 1.0 - 1e-6;
 
@@ -38,6 +45,15 @@ pub(super) struct TokenBucket {
     cut: Option<Instant>,
     /// Time of the last rate change.
     changed: Option<Instant>,
+    /// Start of the next minute, where the bucket is filled by the minute.
+    minute: Option<Instant>,
+}
+
+/// Returns the time to the start of the next minute of the clock: the pause after a throttle reply of a cloud that
+/// counts calls by the minute.
+pub fn rest_of_minute(now: SystemTime) -> Duration {
+    let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+    MINUTE - Duration::from_millis(u64::try_from(since.as_millis() % MINUTE.as_millis()).unwrap_or(0))
 }
 
 impl TokenBucket {
@@ -51,7 +67,14 @@ impl TokenBucket {
             held_until: None,
             cut: None,
             changed: None,
+            minute: limits.by_minute.then(|| Instant::now() + rest_of_minute(SystemTime::now())),
         }
+    }
+
+    /// Records that the cloud accepts only this many more calls for now.
+    pub(super) fn left(&mut self, calls: u32, now: Instant) {
+        self.fill(now);
+        self.level = self.level.min(f64::from(calls));
     }
 
     /// Takes a token. An error is the time of the next try, later than `now`.
@@ -86,6 +109,12 @@ impl TokenBucket {
             self.rate = (self.rate / 2.0).max(self.limits.per_second * LEAST);
             (self.cut, self.changed) = (Some(now), Some(now));
         }
+        if let Some(minute) = self.next_minute(now) {
+            let pause = minute.saturating_duration_since(now) + SPREAD.mul_f64(chance());
+            // The bucket is filled when the pause ends.
+            (self.held_until, self.level) = (self.held_until.max(Some(now + pause)), 0.0);
+            return;
+        }
         let least = Duration::from_secs_f64(1.0 / self.rate);
         let pause = after.map_or(least, |after| after.max(least)).min(LONGEST_PAUSE);
         let pause = pause + pause.mul_f64(chance() / 2.0);
@@ -105,7 +134,29 @@ impl TokenBucket {
         }
     }
 
+    /// Returns the start of the next minute, where the bucket is filled by the minute.
+    fn next_minute(&mut self, now: Instant) -> Option<Instant> {
+        let minute = self.minute.as_mut()?;
+        if *minute <= now {
+            let late = now.saturating_duration_since(*minute).as_secs() / MINUTE.as_secs();
+            *minute += MINUTE * u32::try_from(late + 1).unwrap_or(u32::MAX);
+        }
+        Some(*minute)
+    }
+
+    /// Number of tokens that each minute brings, where the bucket is filled by the minute.
+    fn per_minute(&self) -> f64 {
+        (self.rate * MINUTE.as_secs_f64()).max(1.0)
+    }
+
     fn fill(&mut self, now: Instant) {
+        if let Some(minute) = self.minute {
+            if minute <= now {
+                self.next_minute(now);
+                self.level = self.per_minute();
+            }
+            return;
+        }
         let since = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         self.level = (self.level + self.rate * since.as_secs_f64()).min(f64::from(self.limits.burst));
         self.at = Some(self.at.map_or(now, |at| at.max(now)));
@@ -114,6 +165,13 @@ impl TokenBucket {
     /// Returns the time at which the bucket holds this many tokens, if none is taken.
     fn when(&self, tokens: f64, now: Instant) -> Instant {
         let missing = (tokens - self.level).max(0.0);
+        if let Some(minute) = self.minute {
+            if missing <= 1.0 - WHOLE {
+                return self.held_until.map_or(now, |held| held.max(now));
+            }
+            let minutes = (missing / self.per_minute()).ceil().clamp(1.0, 5e5) - 1.0;
+            return self.held_until.map_or(minute, |held| held.max(minute)) + MINUTE.mul_f64(minutes);
+        }
         // The rate is never 0, so this is finite. A wait of a year is as good as any longer one.
         let wait = Duration::from_secs_f64((missing / self.rate).min(3.2e7));
         self.held_until.map_or(now, |held| held.max(now)) + wait

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::catalogue::Prices;
+use crate::exhausted::STANDS;
 
 const ZONES: [&str; 3] = ["eu-1a", "eu-1b", "eu-1c"];
 
@@ -109,7 +110,8 @@ fn real_sizes_that_a_binary_search_does_not_find_are_found() {
             .collect();
         let policy = on_demand(&types);
         let catalogue = Catalogue { types, places: vec![place("z")], ..Catalogue::default() };
-        let plan = plan(&catalogue, &size(vcpus, gib), &policy, &Marks::default(), Instant::now()).unwrap();
+        let plan =
+            plan(&catalogue, &size(vcpus, gib), &policy, &Exhausted::default(), Instant::now()).unwrap();
         let first = plan.offerings.first().map(|one| one.machine.name.as_str());
         assert_eq!(first, expected, "{names:?} {vcpus}/{gib}");
     }
@@ -126,7 +128,7 @@ fn prices_order_all_offerings_and_unpriced_ones_come_last() {
     catalogue.prices = prices;
     let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
     let need = size(2, 8);
-    let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
+    let plan = plan(&catalogue, &need, &policy, &Exhausted::default(), Instant::now()).unwrap();
     assert_eq!(
         order(&plan)[..7],
         [
@@ -152,7 +154,7 @@ fn disks_zones_and_the_catalogue_narrow_the_places() {
     ]));
     let policy = on_demand(&catalogue.types);
     let of = |need: &CreateRequest| {
-        order(&plan(&catalogue, need, &policy, &Marks::default(), Instant::now()).unwrap())
+        order(&plan(&catalogue, need, &policy, &Exhausted::default(), Instant::now()).unwrap())
     };
     let need = CreateRequest { disks: disks(1, Some("eu-1b")), ..size(2, 1) };
     assert_eq!(of(&need), ["m6a.large eu-1b on_demand", "c6a.4xlarge eu-1b on_demand"]);
@@ -165,7 +167,7 @@ fn disks_zones_and_the_catalogue_narrow_the_places() {
 fn a_pod_without_requirements_gets_the_default_and_a_named_type_wins() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
-    let of = |need: &CreateRequest| plan(&catalogue, need, &policy, &Marks::default(), Instant::now());
+    let of = |need: &CreateRequest| plan(&catalogue, need, &policy, &Exhausted::default(), Instant::now());
     assert_eq!(of(&CreateRequest::default()).unwrap().offerings.len(), 2);
     let named = CreateRequest { instance_type: Some("r6a.2xlarge".into()), ..size(64, 1) };
     assert_eq!(of(&named).unwrap().offerings[0].machine.name, "r6a.2xlarge");
@@ -173,7 +175,7 @@ fn a_pod_without_requirements_gets_the_default_and_a_named_type_wins() {
     let text = of(&named).unwrap_err().to_string();
     assert!(text.contains(r#"("p5.48xlarge") is not part of supported instance types list"#), "{text}");
     let missing = Policy { default: "m7a.large".into(), ..policy.clone() };
-    let answer = plan(&catalogue, &CreateRequest::default(), &missing, &Marks::default(), Instant::now());
+    let answer = plan(&catalogue, &CreateRequest::default(), &missing, &Exhausted::default(), Instant::now());
     assert!(answer.unwrap_err().to_string().contains("m7a.large is not offered here"));
 }
 
@@ -227,7 +229,7 @@ fn a_gpu_model_counts_without_case_and_without_a_number() {
     let of = |model: &str| {
         let size = Size { gpu_model: Some(model.into()), ..Size::default() };
         let need = CreateRequest { size, ..CreateRequest::default() };
-        order(&plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap())
+        order(&plan(&catalogue, &need, &policy, &Exhausted::default(), Instant::now()).unwrap())
     };
     assert_eq!(of("a10g"), ["g5.xlarge eu-1a on_demand"]);
     assert_eq!(of("T4"), ["g4dn.xlarge eu-1a on_demand"]);
@@ -239,12 +241,12 @@ fn a_refusal_names_nearly_fitting_offerings_first_then_the_rest_by_reason() {
     let mut catalogue = small_catalogue();
     catalogue.types.extend((0..310).map(|number| machine(&format!("t{number}.nano"), 1, 1)));
     let policy = on_demand(&catalogue.types);
-    let (mut marks, start) = (Marks::default(), Instant::now());
+    let (mut marks, start) = (Exhausted::default(), Instant::now());
     for name in ["m6a.large", "c6a.4xlarge", "r6a.2xlarge"] {
         for zone in ["eu-1a", "eu-1b"] {
             let machine = name.to_owned();
             let offering = Offering { machine, zone: zone.into(), subnet: None, market: Market::OnDemand };
-            marks.mark(&offering, "no capacity", start);
+            marks.mark(&offering, "no capacity", STANDS, start);
         }
     }
     let need = size(8, 2);
@@ -269,7 +271,7 @@ fn without_a_large_enough_type_the_text_is_the_known_one() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
     let need = size(64, 1024);
-    let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
+    let plan = plan(&catalogue, &need, &policy, &Exhausted::default(), Instant::now()).unwrap();
     let error = plan.nothing_left(&need);
     assert!(matches!(error, Error::Invalid { .. }));
     let text = error.to_string();
@@ -288,7 +290,7 @@ fn obstacles_besides_the_size_are_named() {
         (CreateRequest { disks: disks(1, Some("us-1a")), ..size(1, 1) }, "the pod's disks are in us-1a"),
         (CreateRequest { market: Some(Market::Spot), ..size(1, 1) }, ""),
     ] {
-        let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
+        let plan = plan(&catalogue, &need, &policy, &Exhausted::default(), Instant::now()).unwrap();
         if part.is_empty() {
             assert!(order(&plan).iter().all(|one| one.ends_with("spot")), "a pod may ask for an exception");
             continue;
@@ -372,13 +374,13 @@ fn marked() -> impl Strategy<Value = Vec<(usize, usize, bool, u64)>> {
     prop::collection::vec((0usize..12, 0usize..3, any::<bool>(), 0u64..400), 0..30)
 }
 
-fn marks(marked: &[(usize, usize, bool, u64)], start: Instant) -> Marks {
-    let mut marks = Marks::default();
+fn marks(marked: &[(usize, usize, bool, u64)], start: Instant) -> Exhausted {
+    let mut marks = Exhausted::default();
     for (machine, zone, spot, at) in marked {
         let market = if *spot { Market::Spot } else { Market::OnDemand };
         let (machine, zone) = (format!("t{machine}"), ZONES[*zone].to_owned());
         let offering = Offering { machine, zone, subnet: None, market };
-        marks.mark(&offering, "none left", start + Duration::from_secs(*at));
+        marks.mark(&offering, "none left", STANDS, start + Duration::from_secs(*at));
     }
     marks
 }
@@ -464,7 +466,7 @@ proptest! {
         catalogue in catalogues(), need in needs(),
     ) {
         let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
-        let Ok(plan) = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()) else { return Ok(()) };
+        let Ok(plan) = plan(&catalogue, &need, &policy, &Exhausted::default(), Instant::now()) else { return Ok(()) };
         for pair in plan.offerings.windows(2) {
             let [first, second] = pair else { unreachable!("windows of two") };
             match (first.price, second.price) {
@@ -494,8 +496,8 @@ proptest! {
     ) {
         let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
         let now = Instant::now();
-        let one = plan(&catalogue, &need, &policy, &Marks::default(), now);
-        let other = plan(&shuffled, &need, &policy, &Marks::default(), now);
+        let one = plan(&catalogue, &need, &policy, &Exhausted::default(), now);
+        let other = plan(&shuffled, &need, &policy, &Exhausted::default(), now);
         prop_assert_eq!(one, other);
     }
 
@@ -512,8 +514,8 @@ proptest! {
         more.size.memory_mib += memory;
         more.disks.extend(self::disks(disks, None));
         let now = Instant::now();
-        let less = plan(&catalogue, &need, &policy, &Marks::default(), now).unwrap();
-        let more = plan(&catalogue, &more, &policy, &Marks::default(), now).unwrap();
+        let less = plan(&catalogue, &need, &policy, &Exhausted::default(), now).unwrap();
+        let more = plan(&catalogue, &more, &policy, &Exhausted::default(), now).unwrap();
         // The remaining offerings keep their order.
         let mut rest = less.offerings.iter();
         for one in &more.offerings {
