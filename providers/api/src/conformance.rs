@@ -72,6 +72,21 @@ pub trait Harness: Send + Sync + 'static {
         None
     }
 
+    /// Makes the cloud accept the next create and refuse it afterwards, for lack of capacity. Returns the request of that
+    /// create. `None`: the cloud decides in its answer, or such a refusal cannot be caused.
+    async fn late_refusal(&self) -> Option<CreateRequest> {
+        None
+    }
+
+    /// Returns how many VMs one page of the provider's list has. `None`: a list has one page, or
+    /// [`Harness::lose_page`] is not there.
+    fn page(&self) -> Option<u32> {
+        None
+    }
+
+    /// Makes the cloud answer the next question for a second page with an error.
+    async fn lose_page(&self) {}
+
     /// Returns a request that this provider can meet. The VM boots and runs until it is deleted.
     fn request(&self) -> CreateRequest {
         CreateRequest {

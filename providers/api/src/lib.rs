@@ -79,7 +79,17 @@ pub trait Provider: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Makes the VM, or finds the one that an earlier call with this key made. Returns as soon as there is an id.
+    /// Makes the VM, or finds the one that an earlier call with this key made. Returns as soon as there is an id and the
+    /// cloud has decided to make the VM.
+    ///
+    /// Most clouds decide in their answer. An asynchronous cloud accepts the call, and may refuse it seconds later. Its
+    /// provider waits for that decision, but not for the boot. A late refusal then has the class of an early one, so a
+    /// lack of capacity leads to the next offering. The provider deletes the rest of a refused VM; a list may show it
+    /// as [`OwnedState::Deleting`]. If the deadline comes before the decision, the call returns the id shortly before
+    /// the deadline; a later refusal appears as [`Error::NotFound`] of [`Provider::addresses`].
+    ///
+    /// A call whose VM is being deleted never returns a VM that the caller could use until it vanishes. It returns
+    /// [`Error::Transient`] until the VM is gone, [`Error::Capacity`], or the id of a VM without addresses.
     ///
     /// The caller repeats the call byte for byte after a crash or a lost answer. The provider turns the key into a
     /// mechanism of its cloud (client token, deterministic name, tag). If `placement` is empty, a provider that chooses
@@ -87,7 +97,7 @@ pub trait Provider: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Error::KeyReused`] when an earlier call used the key with another request. [`Error::Capacity`] when the whole
-    /// placement is exhausted and nothing was made. Otherwise by class.
+    /// placement is exhausted and nothing but VMs that are being deleted was made. Otherwise by class.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error>;
 
     /// Returns the VM's addresses, the preferred one for the node first. Those of a second NIC are not included. Waits

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use peerpod_provider_api::conformance::{self, Harness, promise};
@@ -47,6 +47,12 @@ enum Fault {
     DeletesAnyVm,
     DetachesFromAnyVm,
     AttachesToAnyVm,
+    AnswersBeforeTheDecision,
+    KeepsWhatWasRefused,
+    CallsALateRefusalQuota,
+    ChoosesTheRefusedPlace,
+    GivesADyingVm,
+    LosesAPage,
 }
 
 struct Vm {
@@ -55,11 +61,18 @@ struct Vm {
     request: CreateRequest,
     number: u32,
     answered: bool,
+    /// End of the deletion, once the VM is being deleted.
+    ends: Option<Instant>,
 }
 
 #[derive(Default)]
 struct Cloud {
     vms: BTreeMap<InstanceId, Vm>,
+    /// Whether the next create is refused after it was accepted, and the place that is then exhausted.
+    refuses_late: bool,
+    exhausted: bool,
+    /// Whether the next second page is lost.
+    loses_page: bool,
     made: u32,
     disks: BTreeMap<String, (InstanceId, u32)>,
     attached: u32,
@@ -70,9 +83,18 @@ impl Cloud {
         self.made += 1;
         let number = self.made;
         let id = InstanceId::new(format!("shelf-{number}")).unwrap();
-        let vm = Vm { owner, key: key.clone(), request: request.clone(), number, answered: false };
+        let (key, request) = (key.clone(), request.clone());
+        let vm = Vm { owner, key, request, number, answered: false, ends: None };
         self.vms.insert(id.clone(), vm);
         id
+    }
+
+    /// Begins the deletion of a VM.
+    fn delete(&mut self, id: &InstanceId) {
+        self.disks.retain(|_, (vm, _)| vm != id);
+        if let Some(vm) = self.vms.get_mut(id) {
+            vm.ends.get_or_insert_with(|| Instant::now() + DELETION);
+        }
     }
 
     fn is_of(&self, id: &InstanceId, owner: &str) -> bool {
@@ -80,10 +102,42 @@ impl Cloud {
     }
 }
 
+/// Time that a deletion takes.
+const DELETION: Duration = Duration::from_millis(15);
+/// Number of VMs on a page of a list.
+const PAGE: u32 = 3;
+
 struct Shelf {
     cloud: Arc<Mutex<Cloud>>,
     owner: &'static str,
     fault: Fault,
+}
+
+impl Shelf {
+    /// Returns the cloud as it is now.
+    fn cloud(&self) -> MutexGuard<'_, Cloud> {
+        let mut cloud = self.cloud.lock().unwrap();
+        cloud.vms.retain(|_, vm| vm.ends.is_none_or(|end| Instant::now() < end));
+        cloud
+    }
+
+    /// Refuses a VM that was accepted.
+    fn refuse(&self, id: &InstanceId) -> Result<(), Error> {
+        let mut cloud = self.cloud();
+        if !std::mem::take(&mut cloud.refuses_late) {
+            return Ok(());
+        }
+        cloud.exhausted = self.fault != Fault::ChoosesTheRefusedPlace;
+        if self.fault != Fault::KeepsWhatWasRefused {
+            cloud.delete(id);
+        }
+        let text = "create: the shelf is full".to_owned();
+        match self.fault {
+            Fault::AnswersBeforeTheDecision => Ok(()),
+            Fault::CallsALateRefusalQuota => Err(Error::Quota { text }),
+            _ => Err(Error::capacity("the left one", text)),
+        }
+    }
 }
 
 #[async_trait]
@@ -109,6 +163,9 @@ impl Provider for Shelf {
             let key = IdempotencyKey::derive("c", "a try", 0);
             self.cloud.lock().unwrap().make(self.owner, request, &key);
         }
+        if self.cloud().exhausted {
+            return Err(Error::capacity("the left one", "place: the shelf is full"));
+        }
         Placement::new("the left one").map(Some)
     }
 
@@ -128,7 +185,7 @@ impl Provider for Shelf {
         // The effect takes a while, and so does the answer after it.
         tokio::time::sleep(Duration::from_millis(3)).await;
         let id = {
-            let mut cloud = self.cloud.lock().unwrap();
+            let mut cloud = self.cloud();
             let known = cloud.vms.iter().find(|(_, vm)| vm.key == *key && vm.owner == self.owner);
             match known {
                 Some((_, vm)) if self.fault != Fault::TakesAnyRequestForAKey && vm.request != *request => {
@@ -136,6 +193,9 @@ impl Provider for Shelf {
                     return Err(Error::key_reused(format!(
                         "create: this key came with another request {shown}"
                     )));
+                }
+                Some((_, vm)) if vm.ends.is_some() && self.fault != Fault::GivesADyingVm => {
+                    return Err(Error::transient("create: its VM is being deleted"));
                 }
                 Some((id, _)) if self.fault != Fault::ForgetsKeys => id.clone(),
                 _ if request.disks.iter().any(|disk| disk.volume != DISK) => {
@@ -147,8 +207,9 @@ impl Provider for Shelf {
         for disk in &request.disks {
             self.attach(&id, disk).await?;
         }
+        self.refuse(&id)?;
         tokio::time::sleep(Duration::from_millis(3)).await;
-        if let Some(vm) = self.cloud.lock().unwrap().vms.get_mut(&id) {
+        if let Some(vm) = self.cloud().vms.get_mut(&id) {
             vm.answered = true;
         }
         Ok(Created { id, addresses: vec![], instance_type: None, disks: vec![] })
@@ -156,7 +217,8 @@ impl Provider for Shelf {
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         loop {
-            let number = self.cloud.lock().unwrap().vms.get(id).map(|vm| vm.number);
+            let lives = |vm: &&Vm| vm.ends.is_none() || self.fault == Fault::GivesADyingVm;
+            let number = self.cloud().vms.get(id).filter(lives).map(|vm| vm.number);
             match number {
                 Some(_) if self.fault == Fault::GivesOneAddressToAll => {
                     return Ok(vec![Ipv4Addr::LOCALHOST.into()]);
@@ -173,12 +235,12 @@ impl Provider for Shelf {
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let gone = {
-            let mut cloud = self.cloud.lock().unwrap();
+            let mut cloud = self.cloud();
             if !cloud.is_of(id, self.owner) && self.fault != Fault::DeletesAnyVm {
                 true
             } else {
-                cloud.disks.retain(|_, (vm, _)| vm != id);
-                cloud.vms.remove(id).is_none()
+                cloud.delete(id);
+                !cloud.vms.contains_key(id)
             }
         };
         if gone && self.fault == Fault::GoneIsAnError {
@@ -194,20 +256,25 @@ impl Provider for Shelf {
         if self.fault == Fault::BlocksItsThread {
             std::thread::sleep(Duration::from_millis(2100));
         }
-        let cloud = self.cloud.lock().unwrap();
+        let mut cloud = self.cloud();
+        let loses_page = cloud.vms.len() > PAGE as usize && std::mem::take(&mut cloud.loses_page);
+        if loses_page && self.fault != Fault::LosesAPage {
+            return Err(Error::transient("list_owned: the second page has no answer"));
+        }
+        let pages = if loses_page { 1 } else { usize::MAX };
         let half = |vm: &Vm| self.fault == Fault::HidesWhatIsHalfMade && !vm.answered;
         let ours = |vm: &Vm| (vm.owner == self.owner || self.fault == Fault::ListsEverybody) && !half(vm);
         let owned = cloud.vms.iter().filter(|(_, vm)| ours(vm)).map(|(id, vm)| Owned {
             id: id.clone(),
             key: Some(vm.key.clone()),
             name: None,
-            state: OwnedState::Running,
+            state: if vm.ends.is_some() { OwnedState::Deleting } else { OwnedState::Running },
             addresses: vec![],
             created: None,
             node: None,
         });
         let hidden = self.fault == Fault::HidesWhatItMade;
-        Ok(owned.filter(|_| !hidden).collect())
+        Ok(owned.filter(|_| !hidden).take(pages.saturating_mul(PAGE as usize)).collect())
     }
 
     fn extensions(&self) -> Extensions<'_> {
@@ -307,11 +374,24 @@ impl Harness for Bench {
     }
 
     async fn machines(&self) -> Option<usize> {
-        Some(self.cloud.lock().unwrap().vms.len())
+        Some(self.ours.cloud().vms.len())
     }
 
     fn unknown_id(&self) -> Option<InstanceId> {
         InstanceId::new("shelf-0").ok()
+    }
+
+    async fn late_refusal(&self) -> Option<CreateRequest> {
+        self.cloud.lock().unwrap().refuses_late = true;
+        Some(self.request())
+    }
+
+    fn page(&self) -> Option<u32> {
+        Some(PAGE)
+    }
+
+    async fn lose_page(&self) {
+        self.cloud.lock().unwrap().loses_page = true;
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
@@ -377,5 +457,11 @@ fn each_violation_is_found_by_its_check() {
         MakesAVmToFindAPlace: a_recorded_place_is_kept,
         TakesAnyPlace: a_recorded_place_is_kept,
         NeedsAPreflight: who_only_collects_lists_and_deletes,
+        AnswersBeforeTheDecision: a_late_refusal_leaves_nothing_but_what_is_being_deleted,
+        KeepsWhatWasRefused: a_late_refusal_leaves_nothing_but_what_is_being_deleted,
+        CallsALateRefusalQuota: a_late_refusal_leaves_nothing_but_what_is_being_deleted,
+        ChoosesTheRefusedPlace: a_late_refusal_leaves_nothing_but_what_is_being_deleted,
+        GivesADyingVm: a_key_whose_vm_is_being_deleted_gives_no_dying_vm,
+        LosesAPage: a_list_with_an_unread_page_is_an_error,
     }
 }

@@ -257,7 +257,7 @@ pub(super) fn said<T>(what: &str, answer: Result<T, Error>) -> Result<T, Stop> {
 }
 
 /// Makes a call as the node does: a delay is followed by a retry.
-pub(super) async fn patiently<T, F>(what: &str, call: impl Fn() -> F) -> Result<T, Stop>
+pub(super) async fn repeated<T, F>(call: impl Fn() -> F) -> Result<T, Error>
 where
     F: Future<Output = Result<T, Error>>,
 {
@@ -265,9 +265,17 @@ where
         let answer = call().await;
         match answer.as_ref().map_err(Error::retry) {
             Err(Retry::After(pause)) => sleep(pause).await,
-            _ => return said(what, answer),
+            _ => return answer,
         }
     }
+}
+
+/// Makes a call as the node does, one that must succeed.
+pub(super) async fn patiently<T, F>(what: &str, call: impl Fn() -> F) -> Result<T, Stop>
+where
+    F: Future<Output = Result<T, Error>>,
+{
+    said(what, repeated(call).await)
 }
 
 /// Waits for a condition, limited by the patience of the promise.

@@ -8,9 +8,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{hold, not_here};
-use crate::conformance::trial::{said, until};
+use crate::conformance::trial::{repeated, said, until};
 use crate::conformance::{Checked, Stop, Trial};
-use crate::{CreateRequest, Error};
+use crate::{CreateRequest, Error, OwnedState};
 
 pub(crate) async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
     let (provider, request, key) = (trial.provider(), trial.harness.request(), trial.key());
@@ -192,4 +192,58 @@ pub(crate) async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Chec
 pub(super) fn marked(trial: &Trial) -> (CreateRequest, &'static str) {
     const MARK: &str = "a-ticket-that-nobody-may-see";
     (CreateRequest { user_data: format!("{{\"peerpod\":\"{MARK}\"}}"), ..trial.harness.request() }, MARK)
+}
+
+/// Checks a create that the cloud accepts and refuses afterwards: the caller gets [`Error::Capacity`], nothing stays, and
+/// the next choice of a place is another one.
+pub(crate) async fn a_late_refusal_leaves_nothing_but_what_is_being_deleted(trial: Arc<Trial>) -> Checked {
+    let provider = trial.provider();
+    let Some(mut request) = trial.harness.late_refusal().await else {
+        return not_here("this cloud decides in its answer, or a late refusal cannot be caused");
+    };
+    request.placement = said("place", provider.place(&request).await)?;
+    let key = trial.key();
+    match repeated(|| trial.create_once(&request, &key)).await {
+        Err(Error::Capacity { .. }) => {}
+        answer => hold!(false, "a create that the cloud refused later was answered with {answer:?}"),
+    }
+    let left = trial.listed(&key).await?;
+    hold!(left.iter().all(|one| one.state == OwnedState::Deleting), "after the refusal there is {left:?}");
+    trial.gone(&key).await?;
+    let Some(place) = request.placement.take() else { return trial.machines_are(0).await };
+    match provider.place(&request).await {
+        Err(Error::Capacity { .. }) => {}
+        answer => {
+            let next = said("place after the refusal", answer)?;
+            hold!(next != Some(place), "the refused place is chosen again");
+        }
+    }
+    trial.machines_are(0).await
+}
+
+/// Checks a create whose VM is being deleted: it makes a VM that stays, or fails, or gives a VM without addresses.
+pub(crate) async fn a_key_whose_vm_is_being_deleted_gives_no_dying_vm(trial: Arc<Trial>) -> Checked {
+    let (provider, request, key) = (trial.provider(), trial.harness.request(), trial.key());
+    let made = trial.create(&request, &key).await?;
+    said("addresses", provider.addresses(&made.id).await)?;
+    said("delete", provider.delete(&made.id).await)?;
+    until(|| async { Ok(trial.listed(&key).await?.iter().all(|one| one.state == OwnedState::Deleting)) })
+        .await?;
+    let Ok(again) = repeated(|| trial.create_once(&request, &key)).await else {
+        return trial.gone(&key).await;
+    };
+    match provider.addresses(&again.id).await {
+        Err(Error::NotFound { .. }) => return trial.gone(&key).await,
+        answer => said("addresses of the VM of a repeated create", answer)?,
+    };
+    until(|| async { Ok(trial.listed(&key).await?.iter().all(|one| one.state != OwnedState::Deleting)) })
+        .await?;
+    let listed = trial.listed(&key).await?;
+    let lives = |state| matches!(state, OwnedState::Pending | OwnedState::Running);
+    hold!(
+        listed.len() == 1 && listed[0].id == again.id && lives(listed[0].state),
+        "a create during the delete gave {}, and then there is {listed:?}",
+        again.id
+    );
+    trial.machines_are(1).await
 }

@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 use super::{hold, not_here};
 use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
-use crate::{Error, InstanceId, OwnedState, Provider};
+use crate::{Error, InstanceId, Owned, OwnedState, Provider};
 
 pub(crate) async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
@@ -139,4 +139,24 @@ async fn survives(trial: &Trial, stranger: &dyn Provider, id: &InstanceId) -> Ch
     let lives = matches!(state, Some(OwnedState::Pending | OwnedState::Running));
     hold!(lives, "after our delete its VM is {state:?}");
     Ok(())
+}
+
+/// Checks that a list without its second page is an error, or whole because the provider asked again.
+pub(crate) async fn a_list_with_an_unread_page_is_an_error(trial: Arc<Trial>) -> Checked {
+    let Some(page) = trial.harness.page() else {
+        return not_here("a list has one page here, or a page cannot be lost");
+    };
+    let mut made = Vec::new();
+    for _ in 0..=page {
+        made.push(trial.one().await?.0.id);
+    }
+    let missing = |listed: &[Owned]| made.iter().filter(|id| listed.iter().all(|one| one.id != **id)).count();
+    until(|| async { Ok(missing(&said("list_owned", trial.provider().list_owned().await)?) == 0) }).await?;
+    trial.harness.lose_page().await;
+    if let Ok(listed) = trial.provider().list_owned().await {
+        let missing = missing(&listed);
+        hold!(missing == 0, "a list that lost a page is shorter by {missing} VMs");
+    }
+    until(|| async { Ok(trial.provider().list_owned().await.is_ok_and(|listed| missing(&listed) == 0)) })
+        .await
 }
