@@ -156,7 +156,7 @@ impl Alphabet {
     }
 
     /// Returns why the administrator may not use a mark of this name and value, if so.
-    pub(crate) fn refusal(&self, name: &str, value: &str) -> Option<String> {
+    pub fn refusal(&self, name: &str, value: &str) -> Option<String> {
         let is_reserved = self.reserved.iter().any(|prefix| name.to_ascii_lowercase().starts_with(prefix));
         if is_reserved || name.starts_with(PREFIX) || Some(name) == self.shown {
             return Some(format!("{name} is taken (by {} or by us); choose another name", self.cloud));

@@ -41,11 +41,14 @@ impl Wait {
     ///
     /// # Errors
     /// The first error of a look.
-    pub async fn until<T, E>(
+    pub async fn until<T, E, F>(
         &self,
         end: Option<Instant>,
-        mut look: impl AsyncFnMut() -> Result<Option<T>, E>,
-    ) -> Result<Option<T>, E> {
+        mut look: impl FnMut() -> F,
+    ) -> Result<Option<T>, E>
+    where
+        F: Future<Output = Result<Option<T>, E>>,
+    {
         let start = Instant::now();
         let mut pause = self.usual.as_ref().map_or(Duration::ZERO, |usual| usual.lock().mul_f64(EARLY));
         if let Some(end) = end {
@@ -95,31 +98,37 @@ pub enum Look<T> {
 ///
 /// # Errors
 /// [`Error::NotFound`] if this owner has no such VM; the error of a look.
-pub async fn wait_for<T>(
+pub async fn wait_for<T, F>(
     wait: &Wait,
     recent: &Recent,
     id: &InstanceId,
     (what, cloud): (&str, &str),
-    mut look: impl AsyncFnMut() -> Result<Look<T>, Error>,
-) -> Result<T, Error> {
+    mut look: impl FnMut() -> F,
+) -> Result<T, Error>
+where
+    F: Future<Output = Result<Look<T>, Error>>,
+{
     let since = Instant::now();
-    let done = wait.until(None, async || {
-        let found = look().await?;
-        let may_be_denied = recent.may_be_denied(id, Instant::now());
-        match found {
-            Look::Done(seen) => {
-                recent.seen(id);
-                Ok(Some(seen))
+    let done = wait.until(None, || {
+        let found = look();
+        async move {
+            let found = found.await?;
+            let may_be_denied = recent.may_be_denied(id, Instant::now());
+            match found {
+                Look::Done(seen) => {
+                    recent.seen(id);
+                    Ok(Some(seen))
+                }
+                Look::Open => {
+                    recent.seen(id);
+                    Ok(None)
+                }
+                _ if may_be_denied => Ok(None),
+                Look::Foreign => Err(Error::not_found(format!("{what}: it has another owner"))),
+                _ if since.elapsed() < UNKNOWN => Ok(None),
+                Look::Unmarked => Err(Error::not_found(format!("{what}: it has no tag of a cluster"))),
+                Look::Unknown => Err(Error::not_found(format!("{what}: {cloud} does not know it"))),
             }
-            Look::Open => {
-                recent.seen(id);
-                Ok(None)
-            }
-            _ if may_be_denied => Ok(None),
-            Look::Foreign => Err(Error::not_found(format!("{what}: it has another owner"))),
-            _ if since.elapsed() < UNKNOWN => Ok(None),
-            Look::Unmarked => Err(Error::not_found(format!("{what}: it has no tag of a cluster"))),
-            Look::Unknown => Err(Error::not_found(format!("{what}: {cloud} does not know it"))),
         }
     });
     let gone = || Error::transient(format!("{what}: the wait ended without an answer"));
