@@ -38,12 +38,6 @@ pub fn until() -> Instant {
     deadline().unwrap_or_else(|| Instant::now() + PATIENCE)
 }
 
-/// Returns the time at which a wait within a call must end so that its caller gets the answer before the deadline: two
-/// seconds before, or a tenth of the time that is left.
-pub fn before(deadline: Instant) -> Instant {
-    queue::latest(Instant::now(), deadline)
-}
-
 /// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
 pub struct ApiCall<'c> {

@@ -296,11 +296,7 @@ mod tests {
     fn a_row_that_is_never_used_is_found() {
         CLOUD.check().unwrap();
         const HIDDEN: &[Row] = &[Row::code("A*", Meaning::Auth), Row::code("AB", Meaning::Quota)];
-        let hidden = Refusals {
-            rows: HIDDEN,
-            usual: |_| "",
-            ..CLOUD
-        };
+        let hidden = Refusals { rows: HIDDEN, usual: |_| "", ..CLOUD };
         let faults = hidden.check().unwrap_err();
         assert!(faults.contains("row 1 (") && faults.contains("KeyReused has no usual remedy"), "{faults}");
     }

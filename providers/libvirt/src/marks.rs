@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId, Owner};
+pub(crate) use peerpod_provider_cloud::names::uuid_text;
+use peerpod_provider_cloud::names::{digest, version_8};
 use sha2::{Digest, Sha256};
 
 use crate::rpc::xdr::Uuid;
@@ -29,12 +31,7 @@ pub(crate) fn prefix(owner: &Owner) -> String {
 /// Returns the name and UUID of the VM that is made with this key.
 pub(crate) fn identity(owner: &Owner, key: &IdempotencyKey) -> VmNames {
     let hash = digest(&[&owner.cluster_id, &owner.node_name, key.as_str()]);
-    let mut uuid: Uuid = [0; 16];
-    uuid.copy_from_slice(&hash[..16]);
-    // Version 8 (custom), the usual variant.
-    uuid[6] = uuid[6] & 0x0f | 0x80;
-    uuid[8] = uuid[8] & 0x3f | 0x80;
-    VmNames { name: format!("{}{}", prefix(owner), hex::encode(&hash[16..28])), uuid }
+    VmNames { name: format!("{}{}", prefix(owner), hex::encode(&hash[16..28])), uuid: version_8(&hash) }
 }
 
 /// Names of a VM.
@@ -52,22 +49,6 @@ impl VmNames {
         let hash = Sha256::digest([&self.uuid[..], &[nic]].concat());
         format!("52:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", hash[0], hash[1], hash[2], hash[3], hash[4])
     }
-}
-
-/// Hashes the parts, each after its length, so that no two different lists give the same bytes.
-fn digest(parts: &[&str]) -> [u8; 32] {
-    let mut hash = Sha256::new();
-    for part in parts {
-        hash.update((part.len() as u64).to_be_bytes());
-        hash.update(part);
-    }
-    hash.finalize().into()
-}
-
-/// Returns a UUID in libvirt's notation.
-pub(crate) fn uuid_text(uuid: &Uuid) -> String {
-    let text = hex::encode(uuid);
-    [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
 }
 
 /// Parses an instance id into its UUID; `None`: not an id of this provider.

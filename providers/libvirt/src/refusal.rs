@@ -1,67 +1,72 @@
 //! Turns the errors of libvirt and QEMU into provider errors, each with the class for the caller and a remedy. Pure.
 
 use peerpod_provider_api::Error;
+use peerpod_provider_cloud::refusal::{ANY, Meaning, Refusals, Row};
 
 use crate::rpc::{RpcError, code};
 
-use Class::{Full, Memory, Never, Wait};
+use Meaning::{Auth, Capacity, Invalid, NotFound, Quota, Transient};
 
-/// Texts of QEMU and libvirt that are more precise than their error number, with the remedy. `*` stands for a name.
-const WORDS: &[(&str, Class, &str)] = &[
-    ("Failed to get \"write\" lock", Wait, LOCKED),
-    ("Failed to get shared \"write\" lock", Wait, LOCKED),
-    ("has asynchronous jobs running", Wait, "a disk is being made or removed there; ask again"),
-    ("is already in use", Wait, "another VM has this; stop it, or wait until it is gone"),
-    (
-        "No space left on device",
-        Full,
-        "make room in the storage pool, or set provider.libvirt.pool to another",
-    ),
-    ("Cannot allocate memory", Memory, "stop VMs, or ask for smaller ones"),
-    ("cannot set up guest memory", Memory, "stop VMs, or ask for smaller ones"),
-    (
-        "Could not access KVM kernel module",
-        Never,
-        "load the kernel module of KVM, or run the node where KVM is",
-    ),
-    ("network '*' is not active", Never, "start it: virsh net-start NAME"),
-    (
-        "Network not found",
-        Never,
-        "define and start it (virsh net-define, net-start), or set provider.libvirt.network",
-    ),
-    (
-        "Storage pool not found",
-        Never,
-        "define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool",
-    ),
-    ("storage pool '*' is not active", Never, "start it: virsh pool-start NAME"),
-    ("Image is not in qcow2 format", Never, "the image is no qcow2"),
-    ("Could not open", Never, "is the file there, and may QEMU's user read it?"),
-    ("Cannot access storage file", Never, "is the file there, and may QEMU's user read it?"),
-    ("Connection refused", Wait, "is its server running?"),
-    ("No more available PCI slots", Full, "attach fewer disks to the VM"),
-    ("monitor socket did not show up", Wait, SLOW),
-    ("failed to connect to monitor socket", Wait, SLOW),
-    ("guest unexpectedly quit", Wait, KILLED),
-    ("terminating on signal", Wait, KILLED),
-    ("Resource temporarily unavailable", Wait, "the host has too many processes or locks just now"),
+/// Refusals of libvirt and QEMU: their texts, which are more precise than the error number, and then the numbers, which
+/// stand for a status.
+const REFUSALS: Refusals = Refusals { cloud: "libvirt", rows: ROWS, usual: |_| "see the text" };
+
+const ROWS: &[Row] = &[
+    Row::part("Failed to get \"write\" lock", Transient).remedy(LOCKED),
+    Row::part("Failed to get shared \"write\" lock", Transient).remedy(LOCKED),
+    Row::part("has asynchronous jobs running", Transient)
+        .remedy("a disk is being made or removed there; ask again"),
+    Row::part("is already in use", Transient)
+        .remedy("another VM has this; stop it, or wait until it is gone"),
+    Row::part("No space left on device", Quota)
+        .remedy("make room in the storage pool, or set provider.libvirt.pool to another"),
+    Row::part("Cannot allocate memory", Capacity).remedy("stop VMs, or ask for smaller ones"),
+    Row::part("cannot set up guest memory", Capacity).remedy("stop VMs, or ask for smaller ones"),
+    Row::part("Could not access KVM kernel module", Invalid)
+        .remedy("load the kernel module of KVM, or run the node where KVM is"),
+    Row::part("network '*' is not active", Invalid).remedy("start it: virsh net-start NAME"),
+    Row::part("Network not found", Invalid)
+        .remedy("define and start it (virsh net-define, net-start), or set provider.libvirt.network"),
+    Row::part("Storage pool not found", Invalid)
+        .remedy("define and start it (virsh pool-define-as, pool-start), or set provider.libvirt.pool"),
+    Row::part("storage pool '*' is not active", Invalid).remedy("start it: virsh pool-start NAME"),
+    Row::part("Image is not in qcow2 format", Invalid).remedy("the image is no qcow2"),
+    Row::part("Could not open", Invalid).remedy("is the file there, and may QEMU's user read it?"),
+    Row::part("Cannot access storage file", Invalid)
+        .remedy("is the file there, and may QEMU's user read it?"),
+    Row::part("Connection refused", Transient).remedy("is its server running?"),
+    Row::part("No more available PCI slots", Quota).remedy("attach fewer disks to the VM"),
+    Row::part("monitor socket did not show up", Transient).remedy(SLOW),
+    Row::part("failed to connect to monitor socket", Transient).remedy(SLOW),
+    Row::part("guest unexpectedly quit", Transient).remedy(KILLED),
+    Row::part("terminating on signal", Transient).remedy(KILLED),
+    Row::part("Resource temporarily unavailable", Transient)
+        .remedy("the host has too many processes or locks just now"),
+    number(code::NO_DOMAIN, NotFound),
+    number(code::NO_STORAGE_VOL, NotFound).remedy("is the pool refreshed (virsh pool-refresh)?"),
+    number(code::AUTH_FAILED, Auth).remedy(RIGHTS),
+    number(code::OPERATION_DENIED, Auth).remedy(RIGHTS),
+    number(code::ACCESS_DENIED, Auth).remedy(RIGHTS),
+    number(code::NO_MEMORY, Capacity),
+    number(code::OPERATION_TIMEOUT, Transient),
+    number(code::RESOURCE_BUSY, Transient),
 ];
+
+const fn number(code: i32, meaning: Meaning) -> Row {
+    Row::status(code as u16..=code as u16, meaning)
+}
 
 const LOCKED: &str = "another VM has this disk; stop it, or wait until it is gone";
 const SLOW: &str = "is the host overloaded?";
 const KILLED: &str = "QEMU was killed; the kernel does it when memory is short, see its log";
 
+/// Offering that lacks capacity.
+const HOST: &str = "memory of the host";
+const RIGHTS: &str = "let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)";
+
 /// Texts of libvirt when QEMU ended during its start. QEMU's own message follows if QEMU refused to start, as it will
 /// the next time. No message follows if QEMU was killed.
 const ENDED: &[&str] = &["unexpectedly closed the monitor", "process exited while connecting to monitor"];
-
-enum Class {
-    Full,
-    Memory,
-    Wait,
-    Never,
-}
 
 impl From<RpcError> for Error {
     fn from(error: RpcError) -> Error {
@@ -71,39 +76,18 @@ impl From<RpcError> for Error {
             RpcError::Refused(_) => return Error::Auth { text },
             RpcError::Failed(failure) => failure,
         };
-        if let Some((_, class, help)) = WORDS.iter().find(|(words, _, _)| says(&failure.text, words)) {
-            let text = format!("{text}; {help}");
-            return match class {
-                Wait => Error::transient(text),
-                Full => Error::Quota { text },
-                Memory => Error::capacity("memory of the host", text),
-                Never => Error::invalid(text),
-            };
-        }
+        let number = u16::try_from(failure.code).unwrap_or_default();
+        let row = REFUSALS.find("", &failure.text, number);
         let end = failure.text.trim_end_matches(|c: char| c == ':' || c.is_whitespace());
-        if ENDED.iter().any(|words| end.ends_with(words)) {
+        if row.is_none_or(|row| row.status != ANY) && ENDED.iter().any(|words| end.ends_with(words)) {
             return Error::transient(format!("{text}; {KILLED}"));
         }
-        match failure.code {
-            code::NO_DOMAIN => Error::not_found(text),
-            code::NO_STORAGE_VOL => {
-                Error::not_found(format!("{text}; is the pool refreshed (virsh pool-refresh)?"))
-            }
-            code::AUTH_FAILED | code::OPERATION_DENIED | code::ACCESS_DENIED => Error::Auth {
-                text: format!(
-                    "{text}; let our user use libvirtd (group libvirt, polkit, or unix_sock_rw_perms)"
-                ),
-            },
-            code::NO_MEMORY => Error::capacity("memory of the host", text),
-            code::OPERATION_TIMEOUT | code::RESOURCE_BUSY => Error::transient(text),
-            _ => Error::invalid(text),
+        match row {
+            None => Error::invalid(text),
+            Some(row) if row.remedy.is_empty() => row.meaning.error(HOST, None, text),
+            Some(row) => row.meaning.error(HOST, None, format!("{text}; {}", row.remedy)),
         }
     }
-}
-
-fn says(text: &str, words: &str) -> bool {
-    let after = words.split('*').try_fold(text, |rest, part| rest.split_once(part).map(|(_, after)| after));
-    after.is_some()
 }
 
 #[cfg(test)]
@@ -114,6 +98,11 @@ mod tests {
     fn class(code: i32, text: &str) -> (String, &'static str) {
         let error = Error::from(RpcError::Failed(Failure { code, text: text.into() })).during("create of x");
         (error.to_string(), error.class())
+    }
+
+    #[test]
+    fn every_row_of_the_table_is_used() {
+        REFUSALS.check().unwrap();
     }
 
     #[test]

@@ -228,7 +228,7 @@ impl Queues {
 /// Returns the latest time of a turn that leaves time for the answer before the deadline. A call that joins a full
 /// queue gets the last turn in time, by less than the time of one token. Without this margin, one in every few calls
 /// would be sent without waiting for its answer.
-pub(super) fn latest(now: Instant, deadline: Instant) -> Instant {
+fn latest(now: Instant, deadline: Instant) -> Instant {
     deadline - ANSWER.min(deadline.saturating_duration_since(now) / 10)
 }
 
