@@ -296,11 +296,6 @@ impl Cloud for ProviderCloud {
         Ok(Made { vms: many.made.into_iter().map(|made| made.id).collect(), rest: many.rest })
     }
 
-    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
-        let owned = self.0.list_owned().await?;
-        Ok(owned.into_iter().find(|vm| vm.key.as_ref() == Some(key)).map(|vm| vm.id))
-    }
-
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.0.list_owned().await
     }

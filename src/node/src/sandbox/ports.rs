@@ -164,9 +164,6 @@ pub(crate) trait Cloud: Send + Sync + 'static {
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError>;
 
-    /// Returns the VM that a create with this key made, if the cloud lists one.
-    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError>;
-
     /// Lists every VM that this node made and that has not vanished.
     async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
 

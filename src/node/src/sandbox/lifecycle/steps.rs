@@ -6,7 +6,7 @@ use std::time::Duration;
 use peerpod_link::initdata::Initdata;
 use peerpod_proto::guest::{Images, NetworkPlan, Personalise, Request};
 use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
-use peerpod_provider_api::CreateRequest;
+use peerpod_provider_api::{CreateRequest, Owned, OwnedState};
 use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 use zeroize::Zeroizing;
@@ -157,12 +157,22 @@ impl Task {
         }
     }
 
-    /// Looks for the VM by the key of the phase's attempt.
+    /// Looks for the VM by the key of the phase's attempt. A VM that is being deleted is one that the cloud refused after
+    /// all: no pod may join it. A sandbox that is unwanted takes it all the same, as a VM to delete.
     pub(crate) fn find(&mut self, after: Option<CloudError>) {
-        let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
+        let (attempt, joins) = match self.record.phase {
+            Phase::Booting { attempt } => (attempt, true),
+            Phase::Unwanted { attempt } => (attempt, false),
+            _ => return,
+        };
         let (ports, key) = (self.ports.clone(), self.key(attempt));
         self.in_flight.cloud.start(async move {
-            let result = ports.cloud.find(&key).await;
+            let is_deleting = |vm: &Owned| vm.state == OwnedState::Deleting;
+            let result = ports.cloud.owned().await.map(|owned| {
+                let ours = owned.into_iter().filter(|vm| vm.key.as_ref() == Some(&key));
+                let best = ours.min_by_key(is_deleting);
+                best.filter(|vm| !(joins && is_deleting(vm))).map(|vm| vm.id)
+            });
             Completion::Found { result, after }
         });
     }

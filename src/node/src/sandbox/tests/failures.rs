@@ -85,6 +85,47 @@ async fn each_retry_uses_another_placement_and_exhaustion_fails_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_late_refusal_leads_to_the_next_offering_like_an_early_one() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.places.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    world.late_refusals.lock().unwrap().extend([capacity(), capacity()]);
+    node.run("a").await;
+    // The pod has the third VM. The cloud still lists the refused ones, which it is deleting.
+    let key = peerpod_provider_api::IdempotencyKey::derive("test", "a", 2);
+    let dying = |world: &World| world.state().vms.values().filter(|vm| vm.is_deleting).count();
+    assert_eq!((world.create_calls(), world.made(), world.state().placed), (3, 3, 3));
+    assert!(world.state().vms.values().all(|vm| vm.is_deleting || vm.key == key));
+    assert_eq!(dying(&world), 2);
+
+    // Any other refusal of that kind fails the pod, which joins no dying VM, either.
+    world.late_refusals.lock().unwrap().push_back(CloudError::Quota { text: "limit reached".into() });
+    node.create("b").await.unwrap();
+    assert!(cause(&node, "b").await.contains("limit reached"));
+    node.until("gone", |node| node.phase("b") == "gone").await;
+    assert_eq!(dying(&world), 3);
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stopped_sandbox_deletes_its_vm_even_if_the_cloud_is_deleting_it() {
+    // The node dies before the answer to the create, after the sandbox was stopped.
+    let (world, dir) = (World::new(1), Dir::new());
+    *world.create_takes.lock().unwrap() = Duration::from_secs(30);
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("made", |_| world.vms() == 1).await;
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("unwanted", |node| node.phase("a") == "unwanted").await;
+    node.kill().await;
+    world.state().vms.values_mut().for_each(|vm| vm.is_deleting = true);
+    let node = Node::start(&world, &dir).await;
+    node.until("gone", |node| node.phase("a") == "gone").await;
+    assert_eq!((world.create_calls(), world.made(), world.vms()), (1, 1, 0));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_sandbox_stopped_before_its_placement_makes_no_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
@@ -114,12 +155,12 @@ async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
 
     // If even the look-up fails, the caller gets the error at once; the VM is deleted once it can be seen.
     let node = Node::start(&world, &dir).await;
-    *world.find_fails.lock().unwrap() = Some(CloudError::Auth { text: "the token has ended".into() });
+    *world.owned_fails.lock().unwrap() = Some(CloudError::Auth { text: "the token has ended".into() });
     world.scripted_creates.lock().unwrap().push_back(CloudError::Auth { text: "the token has ended".into() });
     node.create("b").await.unwrap();
     assert!(cause(&node, "b").await.contains("token has ended"));
     assert_eq!(node.phase("b"), "unwanted");
-    *world.find_fails.lock().unwrap() = None;
+    *world.owned_fails.lock().unwrap() = None;
     node.until("gone", |node| node.phase("b") == "gone").await;
     assert_eq!(world.vms(), 1);
     node.kill().await;

@@ -81,6 +81,8 @@ pub(super) struct Vm {
     pub user_data: UserData,
     /// Address of this VM alone, if VMs have addresses of their own.
     pub address: IpAddr,
+    /// Whether the cloud is deleting the VM, which may take long.
+    pub is_deleting: bool,
 }
 
 /// State outside the node.
@@ -131,6 +133,8 @@ pub(super) struct State {
 pub(super) struct World {
     pub state: Mutex<State>,
     pub scripted_creates: Mutex<VecDeque<CloudError>>,
+    /// Refusals of creates that the cloud accepts first; each leaves a VM that is being deleted.
+    pub late_refusals: Mutex<VecDeque<CloudError>>,
     /// Whether the provider chooses placements.
     pub places: AtomicBool,
     pub scripted_places: Mutex<VecDeque<CloudError>>,
@@ -144,7 +148,6 @@ pub(super) struct World {
     pub create_takes: Mutex<Duration>,
     pub delete_takes: Mutex<Duration>,
     pub delete_fails: Mutex<Option<CloudError>>,
-    pub find_fails: Mutex<Option<CloudError>>,
     /// Whether there is a cluster; it takes `announce_takes` to publish an intent.
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
@@ -244,6 +247,7 @@ impl World {
                 dice: Dice::new(seed),
             }),
             scripted_creates: Mutex::default(),
+            late_refusals: Mutex::default(),
             places: AtomicBool::new(false),
             scripted_places: Mutex::default(),
             scripted_batches: Mutex::default(),
@@ -253,7 +257,6 @@ impl World {
             create_takes: Mutex::new(Duration::from_millis(50)),
             delete_takes: Mutex::new(Duration::from_millis(20)),
             delete_fails: Mutex::default(),
-            find_fails: Mutex::default(),
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
             volumes: Mutex::default(),
@@ -362,8 +365,13 @@ impl World {
     pub(super) fn double(&self, of: &str) {
         let mut state = self.state();
         let vm = &state.vms[&InstanceId::new(of).unwrap()];
-        let twin =
-            Vm { key: vm.key.clone(), made: vm.made, user_data: vm.user_data.clone(), address: vm.address };
+        let twin = Vm {
+            key: vm.key.clone(),
+            made: vm.made,
+            user_data: vm.user_data.clone(),
+            address: vm.address,
+            is_deleting: vm.is_deleting,
+        };
         state.vms.insert(InstanceId::new(format!("{of}-double")).unwrap(), twin);
     }
 
@@ -398,7 +406,8 @@ impl State {
         let id = InstanceId::new(format!("i-{}", self.made)).unwrap();
         let user_data = UserData::parse(request.user_data.as_bytes()).unwrap();
         let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 98, 0, 0).to_bits() + self.made as u32).into();
-        self.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), user_data, address });
+        let (key, made) = (key.clone(), Instant::now());
+        self.vms.insert(id.clone(), Vm { key, made, user_data, address, is_deleting: false });
         id
     }
 }
@@ -681,6 +690,13 @@ impl Cloud for Fake {
         }
         let id = self.world.make(request, key);
         wire.request = None;
+        let refusal = self.world.late_refusals.lock().unwrap().pop_front();
+        if let Some(error) = refusal {
+            self.world.state().vms.get_mut(&id).unwrap().is_deleting = true;
+            self.fuse.boundary().await;
+            tokio::time::sleep(takes / 2).await;
+            return Err(error);
+        }
         // The VM exists; a node that dies now has not got the answer.
         self.fuse.boundary().await;
         tokio::time::sleep(takes / 2).await;
@@ -745,18 +761,6 @@ impl Cloud for Fake {
         Ok(Made { vms, rest })
     }
 
-    async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
-        self.fuse.boundary().await;
-        if let Some(error) = self.world.find_fails.lock().unwrap().clone() {
-            return Err(error);
-        }
-        if self.world.fault().is_some() {
-            return Err(transient("list"));
-        }
-        let state = self.world.state();
-        Ok(state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone()))
-    }
-
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.fuse.boundary().await;
         if let Some(error) = self.world.owned_fails.lock().unwrap().clone() {
@@ -770,7 +774,7 @@ impl Cloud for Fake {
             id: id.clone(),
             key: Some(vm.key.clone()),
             name: None,
-            state: OwnedState::Running,
+            state: if vm.is_deleting { OwnedState::Deleting } else { OwnedState::Running },
             addresses: vec![],
             created: None,
             node: None,
