@@ -5,6 +5,7 @@
 //! command line reads; a deployment sets the variables.
 
 use peerpod_provider_api::caa::{Converted, Form, Row, Value, Variables, get, is_true};
+use peerpod_provider_cloud::marks::PREFIX;
 
 /// [`convert`] handles the variables that need more than that.
 const TABLE: &[Row] = &[
@@ -54,7 +55,7 @@ fn pairs(converted: &mut Converted) {
             None | Some("") => "is not key=value",
             Some("Name") => "is taken by us for the VM's name",
             Some(key) if key.starts_with("aws:") => "is taken by AWS",
-            Some(key) if key.starts_with(crate::config::TAG_PREFIX) => "is taken by us",
+            Some(key) if key.starts_with(PREFIX) => "is taken by us",
             Some(_) => return true,
         };
         lost.push(("TAGS".to_owned(), format!("`{pair}` {why}; choose another")));

@@ -5,18 +5,44 @@ use std::time::Duration;
 
 use peerpod_base::config::{Reader, Secret};
 use peerpod_provider_api::Market;
+use peerpod_provider_cloud::Alphabet;
+use peerpod_provider_cloud::settings::{self, Price, TypeForm};
 
-/// Prefix of the tags that the provider sets itself.
-pub const TAG_PREFIX: &str = "peerpod.";
-/// Maximum number of user tags. EC2 accepts 50 tags; provider tags and pod labels need some of them.
-const MAX_USER_TAGS: usize = 35;
+/// Tags that EC2 accepts. All its services accept letters, digits, spaces and `+-=._:/@`; labels of pods may contain any
+/// character.
+pub const ALPHABET: Alphabet = Alphabet {
+    cloud: "AWS",
+    max_marks: 50,
+    max_name: 128,
+    max_value: 256,
+    name: is_of_a_tag,
+    value: is_of_a_tag,
+    escapes: false,
+    reserved: &["aws:"],
+    shown: Some("Name"),
+};
+
+fn is_of_a_tag(character: char) -> bool {
+    character.is_alphanumeric() || " +-=._:/@".contains(character)
+}
+
+/// Names of instance types, like `m6a.large`.
+const TYPE: TypeForm = TypeForm { default: "m6a.large", is_type };
+
+fn is_type(name: &str) -> bool {
+    let plain = |part: &str| {
+        !part.is_empty() && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+    };
+    name.split_once('.').is_some_and(|(family, size)| plain(family) && plain(size))
+}
 
 /// Interval of checks whether EC2 takes spot VMs back, while there are any. EC2 gives two minutes.
 const SPOT_WATCH: Duration = Duration::from_secs(20);
 /// Largest number of VMs that one call makes. They share a ticket. EC2's limit for a fleet is 1000.
 const BATCH: u32 = 500;
-/// Longest wait for one answer of the API.
-const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Largest EBS volume, in GiB.
+const MAX_ROOT_GIB: u32 = 65_536;
 
 /// Settings of the AWS provider.
 #[derive(Debug, Clone)]
@@ -105,17 +131,6 @@ pub enum Image {
     OfTemplate,
 }
 
-/// Price of a type, the same in all zones.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Price {
-    /// Instance type.
-    pub machine: String,
-    /// Purchase option.
-    pub market: Market,
-    /// Millionths of a currency unit per hour. The administrator chooses the currency.
-    pub millionths: u64,
-}
-
 /// EC2 call that makes VMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launch {
@@ -142,11 +157,10 @@ impl AwsConfig {
     /// controller) needs credentials and a region, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> AwsConfig {
         reader.section("provider.aws", |section| {
-            let (instance_type, instance_types) = types(section);
+            let (instance_type, instance_types) = settings::types(section, TYPE);
             let help = "name or id of your own launch template; without it Peerpod makes one";
             let launch_template: Option<String> = section.optional("launch-template", help);
             let (tenancy, launch) = launch(section, launch_template.is_some());
-            let plain: bool = section.get("disable-cvm", "false", "make plain VMs instead of SEV-SNP ones");
             let batch = section.constant("batch", "BATCH", BATCH);
             AwsConfig {
                 creates,
@@ -154,7 +168,11 @@ impl AwsConfig {
                     "region",
                     "region of the VMs; default: the region of the environment, the profile or the node",
                 ),
-                endpoint: endpoint(section),
+                endpoint: settings::endpoint(
+                    section,
+                    "URL of the EC2 API, for a private endpoint; default: the region's endpoint",
+                    "https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com",
+                ),
                 credentials: credentials(section),
                 arch: arch(section),
                 image: image(section, launch_template.is_some() || !creates),
@@ -171,24 +189,29 @@ impl AwsConfig {
                     "subnet-",
                     "subnets of a pod's second NIC, one per zone; without them no pod gets one",
                 ),
-                use_public_ip: section.get(
-                    "use-public-ip",
-                    "false",
-                    "give VMs a public address and use it; only where the node cannot reach them otherwise",
-                ),
+                use_public_ip: settings::use_public_ip(section),
                 key_name: section.optional("key-name", "SSH key pair of the VMs; default: none"),
                 instance_profile: section.optional(
                     "instance-profile",
                     "instance profile (name or ARN) that pods may use; default: none",
                 ),
-                confidential: !plain,
-                markets: markets(section),
-                prices: prices(section, &instance_types),
+                confidential: settings::confidential(section, "SEV-SNP"),
+                markets: settings::market(section),
+                prices: settings::prices(
+                    section,
+                    &instance_types,
+                    TYPE,
+                    "EC2's list price, and the present spot prices",
+                ),
                 root: RootDisk::read(section),
-                tags: tags(section),
+                tags: settings::tags(
+                    section,
+                    "tags on VMs, their disks and interfaces, as key=value",
+                    &ALPHABET,
+                ),
                 spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
                 batch: if launch == Launch::Fleet { batch } else { 0 },
-                call_timeout: section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
+                call_timeout: settings::call_timeout(section),
                 instance_types,
                 instance_type,
                 launch_template,
@@ -210,27 +233,6 @@ fn arch(section: &mut Reader) -> String {
     let this = if std::env::consts::ARCH == "aarch64" { "arm64" } else { "x86_64" };
     let help = "architecture of the pods; default: this node's architecture";
     section.choice("arch", this, &["x86_64", "arm64"], help)
-}
-
-fn endpoint(section: &mut Reader) -> Option<String> {
-    let endpoint: Option<String> = section
-        .optional("endpoint", "URL of the EC2 API, for a private endpoint; default: the region's endpoint");
-    if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
-        section.mistake(
-            "endpoint",
-            "not a URL; write it like https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com",
-        );
-    }
-    endpoint
-}
-
-fn markets(section: &mut Reader) -> Vec<Market> {
-    let help = "purchase option of the VMs; spot-first falls back to on-demand";
-    match section.choice("market", "on-demand", &["on-demand", "spot", "spot-first"], help).as_str() {
-        "spot" => vec![Market::Spot],
-        "spot-first" => vec![Market::Spot, Market::OnDemand],
-        _ => vec![Market::OnDemand],
-    }
 }
 
 /// Returns the tenancy and the call that suits it.
@@ -270,84 +272,6 @@ fn credentials(section: &mut Reader) -> Credentials {
         (None, None) => {}
     }
     Credentials::Chain
-}
-
-fn types(section: &mut Reader) -> (String, Vec<String>) {
-    let default: String =
-        section.get("instance-type", "m6a.large", "type of a pod's VM when the pod asks for none");
-    let mut all: Vec<String> =
-        section.get("instance-types", "", "types that pods may get; default: instance-type only");
-    let is_type = |name: &String| {
-        name.split_once('.').is_some_and(|(family, size)| {
-            let plain = |part: &str| {
-                !part.is_empty()
-                    && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
-            };
-            plain(family) && plain(size)
-        })
-    };
-    if !is_type(&default) {
-        section.mistake("instance-type", "not an instance type; write it like m6a.large");
-    }
-    if let Some(bad) = all.iter().find(|name| !is_type(name)) {
-        let why = format!("{bad} is not an instance type; write them like m6a.large");
-        section.mistake("instance-types", why);
-    }
-    // The default type need not be in the list.
-    if !all.contains(&default) {
-        all.insert(0, default.clone());
-    }
-    if all.len() > 100 {
-        section.mistake("instance-types", "more than 100; a fleet takes no more, remove some");
-    }
-    (default, all)
-}
-
-fn prices(section: &mut Reader, types: &[String]) -> Vec<Price> {
-    let lines: Vec<String> = section.get(
-        "prices",
-        "",
-        "hourly prices of the types, the cheapest is taken: type=price on demand, type/spot=price; default: \
-         EC2's list price, and the present spot prices",
-    );
-    let mut prices: Vec<Price> = Vec::new();
-    let mut bad = Vec::new();
-    for line in &lines {
-        let (name, price) = line.split_once('=').unwrap_or((line, ""));
-        let (machine, market) = match name.trim().split_once('/') {
-            None => (name.trim(), Some(Market::OnDemand)),
-            Some((machine, market)) => (machine, (market == "spot").then_some(Market::Spot)),
-        };
-        match (market, millionths(price.trim())) {
-            (Some(market), Some(millionths)) if types.iter().any(|one| one == machine) => {
-                if prices.iter().any(|one| one.machine == machine && one.market == market) {
-                    bad.push(format!("{name} is listed twice; keep one of them"));
-                }
-                prices.push(Price { machine: machine.to_owned(), market, millionths });
-            }
-            (Some(_), Some(_)) => {
-                bad.push(format!("{machine} is none of instance-types; add it there, or remove its price"));
-            }
-            _ => bad.push(format!(
-                "`{line}` is no price; write it like m6a.large=0.0864 or m6a.large/spot=0.031"
-            )),
-        }
-    }
-    for why in bad {
-        section.mistake("prices", why);
-    }
-    prices
-}
-
-/// Parses a price into millionths: `0.0864` is 86,400. `None`: not a price.
-pub(crate) fn millionths(text: &str) -> Option<u64> {
-    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
-    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-    if whole.is_empty() || !digits(whole) || !digits(fraction) || whole.len() > 9 {
-        return None;
-    }
-    let fraction: String = fraction.chars().chain("000000".chars()).take(6).collect();
-    Some(whole.parse::<u64>().ok()? * 1_000_000 + fraction.parse::<u64>().ok()?)
 }
 
 fn image(section: &mut Reader, may_lack: bool) -> Image {
@@ -418,11 +342,7 @@ fn security_groups(section: &mut Reader) -> Vec<String> {
 
 impl RootDisk {
     fn read(section: &mut Reader) -> RootDisk {
-        let size_gib: u32 =
-            section.get("root-volume-size", "30", "least size of the root disk in GiB; 0: the image's size");
-        if size_gib > 65_536 {
-            section.mistake("root-volume-size", "larger than EBS makes them; write at most 65536 (GiB)");
-        }
+        let size_gib = settings::root_volume_size(section, "30", MAX_ROOT_GIB);
         for key in ["root-volume-type", "root-volume-iops", "root-volume-throughput"] {
             section.removed(key, "the image gives the disk's type");
         }
@@ -443,34 +363,6 @@ impl RootDisk {
         }
         RootDisk { size_gib, encrypted, kms_key_id }
     }
-}
-
-fn tags(section: &mut Reader) -> BTreeMap<String, String> {
-    let pairs: Vec<String> = section.get("tags", "", "tags on VMs, their disks and interfaces, as key=value");
-    let mut tags = BTreeMap::new();
-    let mut bad = Vec::new();
-    for pair in &pairs {
-        match pair.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
-            Some((key, _)) if key.starts_with("aws:") || key.starts_with(TAG_PREFIX) || key == "Name" => {
-                bad.push(format!("{key} is taken (by AWS or by us); choose another name"));
-            }
-            Some((key, value)) if !key.is_empty() && key.len() <= 128 && value.len() <= 256 => {
-                if tags.insert(key.to_owned(), value.to_owned()).is_some() {
-                    bad.push(format!("{key} is listed twice; keep one of them"));
-                }
-            }
-            _ => {
-                bad.push(format!("`{pair}` is not key=value with at most 128 and 256 characters; correct it"))
-            }
-        }
-    }
-    if tags.len() > MAX_USER_TAGS {
-        bad.push(format!("{} tags; EC2 takes 50 with our own, give at most {MAX_USER_TAGS}", tags.len()));
-    }
-    for why in bad {
-        section.mistake("tags", why);
-    }
-    tags
 }
 
 #[cfg(test)]
@@ -551,41 +443,6 @@ mod tests {
     }
 
     #[test]
-    fn a_price_is_a_decimal_number() {
-        for (text, price) in [
-            ("0.0864", Some(86_400)),
-            ("2", Some(2_000_000)),
-            ("0.00000099", Some(0)),
-            ("12.3456789", Some(12_345_678)),
-            ("", None),
-            (".5", None),
-            ("-1", None),
-            ("1e3", None),
-            ("9999999999", None),
-        ] {
-            assert_eq!(millionths(text), price, "{text}");
-        }
-    }
-
-    #[test]
-    fn prices_name_only_allowed_types() {
-        let image = ("image-id", "ami-0123456789abcdef0");
-        let config = read(&[image, ("prices", "m6a.large=0.0864, m6a.large/spot = 0.031")]).unwrap();
-        assert_eq!(config.prices.iter().map(|one| one.millionths).collect::<Vec<_>>(), [86_400, 31_000]);
-        let told =
-            read(&[image, ("prices", "m6a.large=1,m6a.large=2,c6a.large=1,m6a.large/free=1,m6a.large")]);
-        let told = told.unwrap_err();
-        for part in [
-            "is listed twice",
-            "c6a.large is none of instance-types",
-            "`m6a.large/free=1` is no price",
-            "`m6a.large` is no price",
-        ] {
-            assert!(told.contains(part), "{part} in {told}");
-        }
-    }
-
-    #[test]
     fn half_an_access_key_is_refused() {
         let sources = Sources {
             env: [("PEERPOD_PROVIDER_AWS_SECRET_KEY".to_owned(), "hush".to_owned())].into(),
@@ -596,13 +453,5 @@ mod tests {
         AwsConfig::read(&mut reader, true);
         let told = reader.finish().unwrap_err().to_string();
         assert!(told.contains("access-key-id is missing") && !told.contains("hush"), "{told}");
-    }
-
-    #[test]
-    fn tags_are_trimmed_pairs() {
-        let image = ("image-id", "ami-0123456789abcdef0");
-        let config = read(&[image, ("tags", "team=blue, cost = 7 ,x=a b=c")]).unwrap();
-        let expected = [("cost", "7"), ("team", "blue"), ("x", "a b=c")];
-        assert!(config.tags.iter().map(|(k, v)| (k.as_str(), v.as_str())).eq(expected), "{:?}", config.tags);
     }
 }

@@ -10,11 +10,9 @@ mod lookup;
 mod preflight;
 mod prices;
 mod provider;
-mod recent;
 mod refusal;
 mod remove;
 mod shape;
-mod tags;
 mod vms;
 mod volumes;
 

@@ -6,7 +6,7 @@
 //!   * `vms.rs` lists and looks up VMs, `remove.rs` deletes them; both serve many concurrent callers with one call.
 //!   * `volumes.rs` attaches disks; `events.rs` watches for spot VMs that EC2 takes back.
 //!   * `facts.rs` loads the facts that a create needs (network, image, types), `prices.rs` the prices of the types.
-//!   * `shape.rs` builds the launch template of a profile, `tags.rs` the tags by which every resource is found again.
+//!   * `shape.rs` builds the launch template of a profile.
 //!   * `client.rs` makes every call; `refusal.rs` turns EC2's errors into provider errors.
 //!
 //! Touches EC2 and, where settings are missing, the node's metadata service; keeps nothing on disk.

@@ -5,36 +5,21 @@ use std::sync::Arc;
 
 use aws_sdk_ec2::types::{ResourceType, TagSpecification};
 use peerpod_provider_api::{Arch, CreateRequest, Error};
+use peerpod_provider_cloud::marks::CLUSTER;
 use tokio::time::Instant;
 
 use crate::config::Image;
 use crate::ec2::Aws;
 use crate::ec2::client::Ec2;
-use crate::ec2::facts::{self, FRESH, Facts, Subnet};
+use crate::ec2::facts::{self, Facts, Subnet};
 use crate::ec2::provider::arch;
 use crate::ec2::shape::{ImageFacts, Shape, to_tags};
-use crate::ec2::tags;
 
 impl Aws {
-    /// Returns the facts about the account. Loads them if they are missing or older than [`FRESH`], or if `afresh` is
-    /// set.
+    /// Returns the facts about the account. Loads them if they are missing or old, or if `afresh` is set.
     pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
-        let mut known = self.facts.lock().await;
-        if let Some(facts) = known.as_ref().filter(|facts| !afresh && facts.since.elapsed() < FRESH) {
-            return Ok(Arc::clone(facts));
-        }
-        let ec2 = &self.ec2().await?.ec2;
-        match self.learn(ec2).await {
-            Ok(facts) => Ok(Arc::clone(known.insert(Arc::new(facts)))),
-            // Facts of half a day ago are better than none.
-            Err(error) => match known.as_ref().filter(|_| !afresh) {
-                Some(old) => {
-                    tracing::warn!("AWS: the facts about the account are old: {error}");
-                    Ok(Arc::clone(old))
-                }
-                None => Err(error),
-            },
-        }
+        let load = || async { self.learn(&self.ec2().await?.ec2).await };
+        if afresh { self.facts.renew(load).await } else { self.facts.get(load).await }
     }
 
     async fn learn(&self, ec2: &Ec2) -> Result<Facts, Error> {
@@ -70,7 +55,7 @@ impl Aws {
             return Ok(name);
         }
         let mut marks = self.config.tags.clone();
-        marks.insert(tags::CLUSTER.to_owned(), self.owner.cluster_id.clone());
+        marks.insert(CLUSTER.to_owned(), self.owner.cluster_id.clone());
         let marks = TagSpecification::builder()
             .resource_type(ResourceType::LaunchTemplate)
             .set_tags(Some(to_tags(&marks)))
@@ -111,14 +96,8 @@ impl Aws {
                 format!("create of {}: the configured image is for {}", request.name, self.config.arch);
             return Err(Error::unsupported("arch", text));
         };
-        // Held across the call, so that fifty first pods make one call.
-        let mut known = self.images.lock().await;
-        if let Some((_, image)) = known.get(&other).filter(|(since, _)| since.elapsed() < FRESH) {
-            return Ok(Some(image.clone()));
-        }
         let word = if other == Arch::Aarch64 { "arm64" } else { other.word() };
-        let image = facts::newest(ec2, name, owners, word).await?;
-        known.insert(other, (Instant::now(), image.clone()));
-        Ok(Some(image))
+        let image = self.other_image.get(|| facts::newest(ec2, name, owners, word)).await?;
+        Ok(Some(ImageFacts::clone(&image)))
     }
 }

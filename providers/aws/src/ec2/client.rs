@@ -14,7 +14,7 @@ use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use aws_smithy_types::retry::RetryConfig;
 use aws_smithy_types::timeout::TimeoutConfig;
 use peerpod_base::chain::chain;
-use peerpod_provider_api::{Error, deadline};
+use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
 use peerpod_provider_cloud::{ApiCall, Scheduler};
 use tokio::time::Instant;
@@ -25,8 +25,6 @@ use crate::ec2::refusal::{Failure, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
-/// Longest time that a call waits for its turn and its answer when its caller has set no deadline.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Client with credentials and a region.
 #[derive(Clone)]
@@ -46,11 +44,6 @@ pub(crate) fn table() -> Table {
         .with("AttachVolume", &["AttachVolume"], BucketLimits::new(5.0, 50))
         .with("DescribeInstances", &["DescribeInstances"], BucketLimits::new(20.0, 100))
         .with("Describe*", &["Describe*", "Get*"], BucketLimits::new(20.0, 100))
-}
-
-/// Returns the deadline of the provider's caller, or `PATIENCE` from now.
-pub(crate) fn until() -> Instant {
-    deadline().unwrap_or_else(|| Instant::now() + PATIENCE)
 }
 
 impl Ec2 {

@@ -21,21 +21,22 @@ use aws_sdk_ec2::types::{
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market};
-use peerpod_provider_cloud::Offering;
 use peerpod_provider_cloud::exhausted::Scope;
+use peerpod_provider_cloud::{Meaning, Offering, Wait};
 use tokio::time::Instant;
 
+use crate::config::ALPHABET;
+use crate::ec2::Aws;
 use crate::ec2::client::Ec2;
 use crate::ec2::facts::Facts;
-use crate::ec2::refusal::{self, Failure, Meaning};
+use crate::ec2::refusal::{Failure, REFUSALS};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
 use crate::ec2::vms::{self, Vm, VmState};
-use crate::ec2::{Aws, tags};
 
 /// Longest time that a new VM may stay invisible. EC2 is eventually consistent; in practice this takes seconds.
 const UNSEEN: Duration = Duration::from_secs(12);
-/// Pause between two lookups of such a VM.
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+/// Pauses between two lookups of such a VM.
+static LOOKS: Wait = Wait::new(Duration::from_millis(500), Duration::from_millis(500));
 
 /// Create that is ready to be sent.
 pub(crate) struct Launch<'l> {
@@ -99,8 +100,8 @@ impl Launch<'_> {
             if let Some(text) = quotas.first().filter(|_| quotas.len() == refused.len()) {
                 return Error::Quota { text: format!("{}: {text}", self.what()) };
             }
-            let code = refused.first().map_or("", |(_, code)| code);
-            let remedy = refusal::remedy(code, Meaning::Capacity, "CreateFleet");
+            let code = refused.first().map_or("InsufficientInstanceCapacity", |(_, code)| code);
+            let remedy = REFUSALS.remedy("CreateFleet", code, "", 400);
             match self.aws.planner.capacity_error(&self.request.name, &refused) {
                 Error::Capacity { offering, rejected, text } => {
                     Error::Capacity { offering, rejected, text: format!("{text}; {remedy}") }
@@ -137,8 +138,8 @@ impl Launch<'_> {
         Some(Shape::new(config, image, &self.facts.security_groups, public_ip, sev_snp))
     }
 
-    fn tags(&self) -> BTreeMap<String, String> {
-        tags::of(self.request, self.key, &self.aws.owner, &self.aws.config.tags)
+    fn tags(&self) -> Result<BTreeMap<String, String>, Error> {
+        ALPHABET.marks(self.request, self.key, &self.aws.owner, &self.aws.config.tags)
     }
 
     fn what(&self) -> String {
@@ -147,9 +148,12 @@ impl Launch<'_> {
 
     async fn fleet(&self, offerings: &[Offering], count: u32, token: &str) -> Result<Outcome, Error> {
         let mut is_new_template = false;
+        let tags = tag_specifications(&self.tags()?);
         loop {
             let template = self.aws.template(self.ec2, self.shape().as_ref(), self.until).await?;
-            let ask = self.fleet_request(&template, offerings, count, token);
+            let ask = self
+                .fleet_request(&template, offerings, count, token)
+                .set_tag_specifications(Some(tags.clone()));
             let answer = self
                 .ec2
                 .call("CreateFleet", self.key.as_str(), &self.what(), self.until, || ask.clone().send())
@@ -198,8 +202,7 @@ impl Launch<'_> {
             .r#type(FleetType::Instant)
             .client_token(token)
             .launch_template_configs(config.build())
-            .target_capacity_specification(capacity.build())
-            .set_tag_specifications(Some(tag_specifications(&self.tags())));
+            .target_capacity_specification(capacity.build());
         if spot {
             let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
             return ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build());
@@ -274,7 +277,7 @@ impl Launch<'_> {
     ) -> Result<(), Error> {
         let code = error.error_code.as_deref().unwrap_or("UnknownError");
         let message = error.error_message.as_deref().unwrap_or_default();
-        let text = refusal::said(code, message, "CreateFleet");
+        let text = REFUSALS.words("CreateFleet", code, message, 400);
         let planner = &self.aws.planner;
         if code == "AuthFailure.ServiceLinkedRoleCreationNotPermitted" {
             planner.exhausted(Scope::Market(Market::Spot), code);
@@ -282,17 +285,14 @@ impl Launch<'_> {
             outcome.refused.extend(spot.map(|one| (one.clone(), code.to_owned())));
             return Ok(());
         }
-        let meaning = refusal::meaning(code, 400);
+        let meaning = REFUSALS.meaning(code, message, 400);
         if !matches!(meaning, Meaning::Capacity | Meaning::Quota) {
             if !outcome.made.is_empty() {
                 tracing::warn!(code, "a fleet made VMs, but not all: {text}");
                 return Ok(());
             }
-            return Err(refusal::by_meaning(
-                meaning,
-                "",
-                format!("{}: EC2 refused CreateFleet: {text}", self.what()),
-            ));
+            let text = format!("{}: EC2 refused CreateFleet: {text}", self.what());
+            return Err(meaning.error("", None, text));
         }
         let named = error.launch_template_and_overrides.as_ref().and_then(|one| one.overrides.as_ref());
         let machine = named.and_then(|one| one.instance_type.as_ref()).map(|machine| machine.as_str());
@@ -317,8 +317,8 @@ impl Launch<'_> {
                 self.aws.planner.exhausted(Scope::Subnet(subnet.clone()), code);
             }
             // The next pods get the remedy, too, although EC2 is not asked for them.
-            _ if refusal::meaning(code, 400) == Meaning::Quota => {
-                let remedy = refusal::remedy(code, Meaning::Quota, "CreateFleet");
+            _ if REFUSALS.meaning(code, "", 400) == Meaning::Quota => {
+                let remedy = REFUSALS.remedy("CreateFleet", code, "", 400);
                 self.aws.planner.exhausted(offering, &format!("{code}: {remedy}"));
             }
             _ => self.aws.planner.exhausted(offering, code),
@@ -348,7 +348,7 @@ impl Launch<'_> {
             error => {
                 if code.starts_with("InvalidAMIID") || code.starts_with("InvalidSubnet") {
                     // The cached facts may be out of date; the next create loads them again.
-                    *self.aws.facts.lock().await = None;
+                    self.aws.facts.forget().await;
                 }
                 Err(error)
             }
@@ -360,28 +360,25 @@ impl Launch<'_> {
         let what = self.what();
         let digest = self.request.digest();
         let end = (Instant::now() + UNSEEN).min(self.until);
-        loop {
+        let earlier = LOOKS.until(Some(end), || async {
             let seen = vms::by_key(self.ec2, self.key, &what, self.until).await?;
-            if let Some(other) = seen.iter().find(|seen| seen.tags.get(tags::DIGEST) != Some(&digest)) {
+            if let Some(other) = seen.iter().find(|seen| seen.marks.digest.as_ref() != Some(&digest)) {
                 return Err(Error::key_reused(format!(
                     "{what}: its key was used before with another request, which made {}; this is a bug in \
                      Peerpod, report it",
                     other.id
                 )));
             }
-            if !seen.is_empty() {
-                let made = seen.iter().filter_map(|seen| self.created(seen)).collect();
-                return Ok(Outcome { made, is_earlier: true, ..Outcome::default() });
-            }
-            if Instant::now() + LOOK_AGAIN >= end {
-                let text = format!(
-                    "{what}: an earlier call with its key named other offerings and made no VM that EC2 \
-                     shows; another attempt is needed"
-                );
-                return Err(Error::capacity("an earlier placement", text));
-            }
-            tokio::time::sleep(LOOK_AGAIN).await;
-        }
+            let made = seen.iter().filter_map(|seen| self.created(seen)).collect();
+            Ok((!seen.is_empty()).then(|| Outcome { made, is_earlier: true, ..Outcome::default() }))
+        });
+        earlier.await?.ok_or_else(|| {
+            let text = format!(
+                "{what}: an earlier call with its key named other offerings and made no VM that EC2 shows; \
+                 another attempt is needed"
+            );
+            Error::capacity("an earlier placement", text)
+        })
     }
 
     async fn run(&self, offerings: &[Offering], token: &str) -> Result<Outcome, Error> {
@@ -414,7 +411,7 @@ impl Launch<'_> {
             .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
             .set_block_device_mappings(shape.run_root(image).map(|root| vec![root]))
             .set_instance_market_options((offering.market == Market::Spot).then_some(spot))
-            .set_tag_specifications(Some(tag_specifications(&self.tags())));
+            .set_tag_specifications(Some(tag_specifications(&self.tags()?)));
         let answer = self
             .ec2
             .call("RunInstances", self.key.as_str(), &self.what(), self.until, || ask.clone().send())

@@ -11,10 +11,9 @@ use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
-use peerpod_provider_cloud::Offering;
+use peerpod_provider_cloud::{Offering, until};
 
 use crate::ec2::Aws;
-use crate::ec2::client::until;
 use crate::ec2::vms::Vm;
 
 /// Time between the notice and the end of the VM (EC2 User Guide, "Spot Instance interruption notices").

@@ -8,11 +8,12 @@ use aws_sdk_ec2::types::{
     ArchitectureType, Filter, InstanceTypeInfo, LocationType, SupportedAdditionalProcessorFeature,
 };
 use peerpod_provider_api::{Arch, Confidential, Error};
-use peerpod_provider_cloud::{Catalogue, Location, MachineType};
+use peerpod_provider_cloud::refusal::together;
+use peerpod_provider_cloud::{Catalogue, Location, MachineType, until};
 use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Image};
-use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::client::{self, Ec2};
 use crate::ec2::prices;
 use crate::ec2::shape::ImageFacts;
 
@@ -26,7 +27,6 @@ const OWNER: &str = "facts";
 /// Facts about the account.
 #[derive(Debug)]
 pub(crate) struct Facts {
-    pub since: Instant,
     /// The configured image; `None` when the administrator's own launch template has one.
     pub image: Option<ImageFacts>,
     pub security_groups: Vec<String>,
@@ -72,7 +72,6 @@ impl Facts {
             .map(|subnet| Location { zone: subnet.zone.clone(), subnet: Some(subnet.id.clone()) });
         let catalogue = Catalogue { types, places: places.collect(), sold: Some(sold), prices };
         Ok(Facts {
-            since: Instant::now(),
             image,
             security_groups: network.security_groups,
             subnets: network.subnets,
@@ -80,31 +79,6 @@ impl Facts {
             catalogue,
             no_prices,
         })
-    }
-}
-
-/// Merges several errors into one. Its class is that of an error that needs the administrator, if there is one.
-pub(crate) fn together(mut errors: Vec<Error>) -> Error {
-    // Errors that resolve by waiting come last, so that they hide no error that needs the administrator.
-    errors.sort_by_key(|error| match error.class() {
-        "auth" => 0,
-        "throttled" | "transient" => 2,
-        _ => 1,
-    });
-    let mut texts: Vec<String> = Vec::new();
-    for error in &errors {
-        let text = error.to_string();
-        if !texts.contains(&text) {
-            texts.push(text);
-        }
-    }
-    let text = texts.join("; and ");
-    match errors.into_iter().next() {
-        Some(Error::Auth { .. }) => Error::Auth { text },
-        Some(Error::Quota { .. }) => Error::Quota { text },
-        Some(Error::Transient { .. }) => Error::Transient { text },
-        Some(Error::Throttled { after, .. }) => Error::Throttled { after, text },
-        _ => Error::Invalid { text },
     }
 }
 
@@ -332,25 +306,5 @@ async fn sold(ec2: &Ec2, config: &AwsConfig) -> Result<HashMap<String, HashSet<S
         if next.is_none() {
             return Ok(sold);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_missing_facts_are_named_and_user_faults_set_the_class() {
-        let errors = vec![
-            Error::transient("slow"),
-            Error::Auth { text: "may not describe images".into() },
-            Error::Auth { text: "may not describe types".into() },
-            Error::invalid("bad subnet"),
-            Error::invalid("bad subnet"),
-        ];
-        let one = together(errors);
-        assert_eq!(one.class(), "auth");
-        let text = "may not describe images; and may not describe types; and bad subnet; and slow";
-        assert_eq!(one.to_string(), text);
     }
 }

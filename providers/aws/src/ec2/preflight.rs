@@ -6,11 +6,12 @@ use aws_sdk_ec2::types::{
     TargetCapacitySpecificationRequest,
 };
 use peerpod_provider_api::{Error, Preflight};
+use peerpod_provider_cloud::refusal::together;
+use peerpod_provider_cloud::until;
 
 use crate::config::Launch;
-use crate::ec2::client::until;
 use crate::ec2::create::specification;
-use crate::ec2::facts::{Facts, together};
+use crate::ec2::facts::Facts;
 use crate::ec2::provider::Connected;
 use crate::ec2::shape::Shape;
 use crate::ec2::{Aws, remove, vms};

@@ -6,10 +6,11 @@ use std::time::SystemTime;
 
 use aws_sdk_ec2::types::SpotPrice;
 use peerpod_provider_api::{Error, Market};
-use peerpod_provider_cloud::Prices;
+use peerpod_provider_cloud::settings::millionths;
+use peerpod_provider_cloud::{Prices, until};
 
-use crate::config::{AwsConfig, millionths};
-use crate::ec2::client::{Ec2, until};
+use crate::config::AwsConfig;
+use crate::ec2::client::Ec2;
 
 /// Maximum number of pages. 100 types in six zones have 600 lines.
 const MAX_PAGES: usize = 20;

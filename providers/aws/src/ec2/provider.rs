@@ -1,6 +1,6 @@
 //! Implements the provider trait, and holds the state that its parts share.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -16,20 +16,21 @@ use peerpod_provider_api::{
     DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market, Owned, Owner, Placement, Preflight,
     Provider, ProviderEvent, Volumes,
 };
-use peerpod_provider_cloud::{Offering, Planner, Policy, Scheduler, Window, offerings};
+use peerpod_provider_cloud::{
+    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, offerings, until,
+    wait_for,
+};
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Image, is_id};
-use crate::ec2::client::{self, Ec2, until};
+use crate::ec2::client::{self, Ec2};
 use crate::ec2::create::Launch;
 use crate::ec2::events;
-use crate::ec2::facts::{Facts, Subnet};
-use crate::ec2::recent::Recent;
+use crate::ec2::facts::{FRESH, Facts, Subnet};
 use crate::ec2::remove::{self, Terminate};
 use crate::ec2::shape::ImageFacts;
-use crate::ec2::tags;
 use crate::ec2::vms::{self, Vm, VmState};
 use crate::ec2::volumes;
 
@@ -37,11 +38,8 @@ use crate::ec2::volumes;
 const MAX_USER_DATA: usize = 16 << 10;
 /// Maximum number of offerings in a placement, and thus in one call (karpenter's figure).
 const MAX_OFFERINGS: usize = 60;
-/// Time for which an id may be unknown to EC2 before it counts as absent. A VM that was made a moment ago has longer.
-const UNKNOWN: Duration = Duration::from_secs(10);
 /// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
-pub(super) const FIRST_LOOK: Duration = Duration::from_millis(300);
-pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(1);
+pub(super) static LOOKS: Wait = Wait::new(Duration::from_millis(300), Duration::from_secs(1));
 /// Longest time for attaching disks before they are requested.
 const AHEAD: Duration = Duration::from_secs(300);
 
@@ -56,15 +54,15 @@ pub(crate) struct Aws {
     pub(crate) recent: Recent,
     pub(crate) names: volumes::Names,
     pub(crate) spots: events::Spots,
-    strays: remove::Strays,
+    strays: Strays,
     scheduler: Scheduler,
     connection: OnceCell<Connected>,
-    pub(super) facts: Mutex<Option<Arc<Facts>>>,
+    pub(super) facts: Kept<Facts>,
     /// Names of existing launch templates.
     pub(super) templates: Mutex<HashSet<String>>,
     pub(super) second: Lock<Vec<Subnet>>,
-    /// Images of the configured name for other architectures than the configured one.
-    pub(super) images: Mutex<HashMap<Arch, (Instant, ImageFacts)>>,
+    /// Image of the configured name for the architecture other than the configured one.
+    pub(super) other_image: Kept<ImageFacts>,
 }
 
 /// The client, and the batchers that collect calls for it.
@@ -92,13 +90,13 @@ impl AwsProvider {
             recent: Recent::default(),
             names: volumes::Names::default(),
             spots: events::Spots::default(),
-            strays: remove::Strays::new(Instant::now()),
+            strays: Strays::new(Instant::now()),
             scheduler: Scheduler::new(client::table()),
             connection: OnceCell::new(),
-            facts: Mutex::default(),
+            facts: Kept::new("facts about the AWS account", FRESH),
             templates: Mutex::default(),
             second: Lock::default(),
-            images: Mutex::default(),
+            other_image: Kept::new("image for the other architecture", FRESH),
             config,
         }))
     }
@@ -133,38 +131,22 @@ impl Aws {
         is_as_wanted: impl Fn(&Vm) -> bool,
     ) -> Result<Vm, Error> {
         let connected = self.ec2().await?;
-        let since = Instant::now();
-        let mut pause = FIRST_LOOK;
-        loop {
-            let inspect = if self.recent.is_burst(Instant::now()) {
-                &connected.look_in_a_burst
-            } else {
-                &connected.inspect
+        let look = || async {
+            let inspect = match self.recent.is_burst(Instant::now()) {
+                true => &connected.look_in_a_burst,
+                false => &connected.inspect,
             };
-            let found = inspect.ask(id.as_str().to_owned(), until(), what).await?;
-            let may_be_denied = self.recent.may_be_denied(id, Instant::now());
-            match found {
-                Some(seen) if tags::owns(&self.owner, &seen.tags) => {
-                    self.recent.seen(id);
-                    self.spots.seen(&seen);
-                    if is_as_wanted(&seen)
-                        || matches!(seen.state, VmState::ShuttingDown | VmState::Terminated)
-                    {
-                        return Ok(seen);
-                    }
-                }
-                _ if may_be_denied => {}
-                // EC2 may show a new VM before its tags.
-                Some(seen) if seen.tags.contains_key(tags::CLUSTER) => {
-                    return Err(Error::not_found(format!("{what}: it has another owner")));
-                }
-                _ if since.elapsed() < UNKNOWN => {}
-                Some(_) => return Err(Error::not_found(format!("{what}: it has no tag of a cluster"))),
-                None => return Err(Error::not_found(format!("{what}: EC2 does not know it"))),
+            let Some(seen) = inspect.ask(id.as_str().to_owned(), until(), what).await? else {
+                return Ok(Look::Unknown);
+            };
+            if !seen.marks.are_of(&self.owner) {
+                return Ok(if seen.marks.cluster.is_some() { Look::Foreign } else { Look::Unmarked });
             }
-            tokio::time::sleep(pause).await;
-            pause = LOOK_AGAIN;
-        }
+            self.spots.seen(&seen);
+            let has_ended = matches!(seen.state, VmState::ShuttingDown | VmState::Terminated);
+            Ok(if has_ended || is_as_wanted(&seen) { Look::Done(seen) } else { Look::Open })
+        };
+        wait_for(&LOOKS, &self.recent, id, (what, "EC2"), look).await
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
@@ -215,9 +197,11 @@ impl Aws {
         self.facts(false).await?;
         let what = format!("create of {}", request.name);
         let mut wanted = CreateRequest { user_data: String::new(), ..request.clone() };
-        if let Some(zone) = volumes::zone_of(self, &request.disks, &what).await? {
-            wanted.disks.iter_mut().for_each(|disk| disk.zone = Some(zone.clone()));
+        let zones = volumes::zones(self, &request.disks, &what).await?;
+        for (disk, zone) in wanted.disks.iter_mut().zip(zones) {
+            disk.zone = Some(zone);
         }
+        self.check(&wanted)?;
         if request.second_nic {
             let second: Vec<String> = self.second_subnets().into_iter().map(|subnet| subnet.zone).collect();
             match &request.zones[..] {
@@ -264,7 +248,7 @@ impl Aws {
 /// Deletes left-over NICs in a task of its own, so that no list waits for it.
 fn clean(aws: Arc<Aws>) {
     tokio::spawn(async move {
-        let cleaned = async { aws.strays.clean(&aws.ec2().await?.ec2, &aws.owner).await };
+        let cleaned = async { remove::clean_again(&aws.strays, &aws.ec2().await?.ec2, &aws.owner).await };
         match cleaned.await {
             Ok(0) => {}
             Ok(count) => tracing::info!(count, "deleted our unattached NICs"),

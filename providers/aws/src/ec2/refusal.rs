@@ -1,12 +1,12 @@
 //! Turns EC2's refusals into provider errors: class, cause, remedy. Pure.
 //!
-//! Codes: EC2 API reference, "Error codes", and those that karpenter treats as lack of capacity. The HTTP status alone
-//! does not determine the class: `InsufficientInstanceCapacity` is a 500, a throttle a 503, an expired token a 400.
+//! Codes: EC2 API reference, "Error codes", and those that karpenter treats as lack of capacity. STS, which issues the
+//! credentials, has some of them, too.
 
 use peerpod_provider_api::Error;
+use peerpod_provider_cloud::refusal::{Meaning, Refusals, Row, clip};
 
-/// Maximum length of EC2's message in an error. EC2's authorization failures contain kilobytes of ciphertext.
-const MAX_MESSAGE: usize = 400;
+use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
 
 /// Failed call: the error to return, and EC2's answer.
 #[derive(Debug)]
@@ -31,39 +31,17 @@ pub(crate) enum Why {
     Unsent(String),
 }
 
-/// Class of an error code.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Meaning {
-    Throttled,
-    Capacity,
-    Quota,
-    Auth,
-    Invalid,
-    NotFound,
-    KeyReused,
-    Transient,
-}
-
 impl Failure {
     /// Returns the failure of this call of an action, like `CreateFleet`, for an attempt, like `create of web-0`.
     pub(crate) fn new(action: &str, what: &str, why: Why) -> Failure {
         let (mut code, mut message) = (String::new(), String::new());
         let error = match why {
             Why::Said { code: said, message: words, status } => {
-                let meaning = meaning(&said, status);
-                let text = format!(
-                    "EC2 refused {action}: {said}: {}; {}",
-                    clip(&words),
-                    remedy(&said, meaning, action)
-                );
+                let error = REFUSALS.refused(action, &said, plain(&words), status, None);
                 (code, message) = (said, words);
-                by_meaning(meaning, what, text)
+                error
             }
-            Why::NoAnswer(why) => Error::transient(format!(
-                "no answer from EC2 to {action}: {}; its effect is unknown, so the same call is repeated; check the route \
-                 from the node to the EC2 endpoint",
-                clip(&why)
-            )),
+            Why::NoAnswer(why) => REFUSALS.unanswered(action, &why),
             Why::NoCredentials(why) => Error::Auth {
                 text: format!(
                     "{action} could not be signed: {}; give access-key-id and secret-key, a profile, or let the node or its \
@@ -112,152 +90,119 @@ impl AsRef<Error> for Failure {
     }
 }
 
-/// Returns the class of an error code of EC2, or of STS, which issues the credentials.
-pub(crate) fn meaning(code: &str, status: u16) -> Meaning {
-    match code {
-        "RequestLimitExceeded"
-        | "Throttling"
-        | "ThrottlingException"
-        | "ThrottledException"
-        | "RequestThrottled"
-        | "RequestThrottledException"
-        | "EC2ThrottledException"
-        | "TooManyRequestsException"
-        | "SlowDown"
-        | "BandwidthLimitExceeded" => Meaning::Throttled,
-        "InsufficientInstanceCapacity"
-        | "InsufficientHostCapacity"
-        | "InsufficientReservedInstanceCapacity"
-        | "InsufficientCapacity"
-        | "InsufficientFreeAddressesInSubnet"
-        | "InsufficientAddressCapacity"
-        | "UnfulfillableCapacity"
-        | "ReservationCapacityExceeded"
-        | "SpotMaxPriceTooLow"
-        | "Unsupported"
-        | "MaxFleetCountExceeded" => Meaning::Capacity,
-        "PendingVerification" => Meaning::Quota,
-        "UnauthorizedOperation"
-        | "AccessDenied"
-        | "AccessDeniedException"
-        | "InvalidClientTokenId"
-        | "UnrecognizedClientException"
-        | "ExpiredToken"
-        | "ExpiredTokenException"
-        | "RequestExpired"
-        | "SignatureDoesNotMatch"
-        | "IncompleteSignature"
-        | "MissingAuthenticationToken"
-        | "InvalidIdentityToken"
-        | "OptInRequired"
-        | "Blocked" => Meaning::Auth,
-        "InvalidInstanceID.NotFound" | "InvalidVolume.NotFound" | "InvalidAttachment.NotFound" => {
-            Meaning::NotFound
-        }
-        "IdempotentParameterMismatch" => Meaning::KeyReused,
-        "InternalError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable" => Meaning::Transient,
-        _ if code.starts_with("AuthFailure") => Meaning::Auth,
-        _ if code.ends_with("LimitExceeded") || code.ends_with("CountExceeded") => Meaning::Quota,
-        _ if status == 429 => Meaning::Throttled,
-        _ if status >= 500 => Meaning::Transient,
-        _ => Meaning::Invalid,
-    }
-}
+/// Refusals of EC2 and STS.
+pub(crate) const REFUSALS: Refusals = Refusals { cloud: "EC2", rows: ROWS, usual };
 
-pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
-    let text = match code {
-        "UnauthorizedOperation" | "AccessDenied" | "AccessDeniedException" => {
-            return format!(
-                "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list)"
-            );
-        }
-        "AuthFailure.ServiceLinkedRoleCreationNotPermitted" => {
-            "create the spot service-linked role once: aws iam create-service-linked-role --aws-service-name spot.amazonaws.com"
-        }
-        "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" => {
-            "renew the credentials, and check the node's clock"
-        }
-        "SignatureDoesNotMatch" => "correct the secret key, and check the node's clock",
-        "InvalidClientTokenId" | "UnrecognizedClientException" => {
-            "use an access key that exists and is active"
-        }
-        "AuthFailure" => {
-            "check the access key, its secret, and that the account may use this region and image"
-        }
-        "OptInRequired" => "subscribe the account to EC2 (or to the image, if it is from the marketplace)",
-        "VcpuLimitExceeded" | "InstanceLimitExceeded" | "MaxSpotInstanceCountExceeded" => {
-            "ask for a higher quota of this instance family (Service Quotas, Amazon EC2), or allow other instance-types"
-        }
-        "AttachmentLimitExceeded" => "use a larger instance type, or fewer volumes in the pod",
-        "InsufficientFreeAddressesInSubnet" => "give larger or more subnet-ids",
-        "Unsupported" => "allow instance-types that exist in these zones, or give subnet-ids in others",
-        "InvalidAMIID.NotFound" | "InvalidAMIID.Malformed" | "InvalidAMIID.Unavailable" => {
-            "set image-id to an AMI of this region that is shared with the account"
-        }
-        "InvalidSubnetID.NotFound" | "InvalidSubnet.NotFound" => {
-            "set subnet-ids to subnets of this region and account"
-        }
-        "InvalidGroup.NotFound" | "InvalidSecurityGroupID.NotFound" | "InvalidGroupId.Malformed" => {
-            "set security-group-ids to groups in the VPC of subnet-ids"
-        }
-        "InvalidKeyPair.NotFound" => "set key-name to a key pair of this region, or remove it",
-        "InvalidIamInstanceProfileArn.Malformed" | "InvalidIamInstanceProfileName.NotFound" => {
-            "set instance-profile to one that exists"
-        }
-        "InvalidUserData.Malformed" => {
-            "user-data must have at most 16 KiB; this is a bug in Peerpod, report it"
-        }
-        "InvalidInstanceType" => "correct instance-type and instance-types",
-        "InvalidVolume.ZoneMismatch" => "give a subnet in the volume's zone",
-        "VolumeInUse" => "end the pod or instance that uses the volume; it attaches to one VM only",
-        "InvalidLaunchTemplateName.NotFoundException" | "InvalidLaunchTemplateId.NotFound" => {
-            "correct launch-template, or remove it to have one made"
-        }
-        _ => usual_remedy(meaning),
-    };
-    text.to_owned()
-}
+const HIGHER_QUOTA: &str = "ask for a higher quota of this instance family (Service Quotas, Amazon EC2), or allow other instance-types";
+const ALLOW: &str = "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list)";
+const RENEW: &str = "renew the credentials, and check the node's clock";
+const KEY: &str = "use an access key that exists and is active";
+const IMAGE: &str = "set image-id to an AMI of this region that is shared with the account";
+const SUBNET: &str = "set subnet-ids to subnets of this region and account";
+const GROUP: &str = "set security-group-ids to groups in the VPC of subnet-ids";
+const PROFILE: &str = "set instance-profile to one that exists";
+const TEMPLATE: &str = "correct launch-template, or remove it to have one made";
+
+const ROWS: &[Row] = &[
+    Row::code("RequestLimitExceeded", Throttled),
+    Row::code("Throttling", Throttled),
+    Row::code("ThrottlingException", Throttled),
+    Row::code("ThrottledException", Throttled),
+    Row::code("RequestThrottled", Throttled),
+    Row::code("RequestThrottledException", Throttled),
+    Row::code("EC2ThrottledException", Throttled),
+    Row::code("TooManyRequestsException", Throttled),
+    Row::code("SlowDown", Throttled),
+    Row::code("BandwidthLimitExceeded", Throttled),
+    Row::code("InsufficientInstanceCapacity", Capacity),
+    Row::code("InsufficientHostCapacity", Capacity),
+    Row::code("InsufficientReservedInstanceCapacity", Capacity),
+    Row::code("InsufficientCapacity", Capacity),
+    Row::code("InsufficientFreeAddressesInSubnet", Capacity).remedy("give larger or more subnet-ids"),
+    Row::code("InsufficientAddressCapacity", Capacity),
+    Row::code("UnfulfillableCapacity", Capacity),
+    Row::code("ReservationCapacityExceeded", Capacity),
+    Row::code("SpotMaxPriceTooLow", Capacity),
+    Row::code("Unsupported", Capacity)
+        .remedy("allow instance-types that exist in these zones, or give subnet-ids in others"),
+    Row::code("MaxFleetCountExceeded", Capacity),
+    Row::code("PendingVerification", Quota),
+    Row::code("VcpuLimitExceeded", Quota).remedy(HIGHER_QUOTA),
+    Row::code("InstanceLimitExceeded", Quota).remedy(HIGHER_QUOTA),
+    Row::code("MaxSpotInstanceCountExceeded", Quota).remedy(HIGHER_QUOTA),
+    Row::code("AttachmentLimitExceeded", Quota)
+        .remedy("use a larger instance type, or fewer volumes in the pod"),
+    Row::code("UnauthorizedOperation", Auth).remedy(ALLOW),
+    Row::code("AccessDenied", Auth).remedy(ALLOW),
+    Row::code("AccessDeniedException", Auth).remedy(ALLOW),
+    Row::code("InvalidClientTokenId", Auth).remedy(KEY),
+    Row::code("UnrecognizedClientException", Auth).remedy(KEY),
+    Row::code("ExpiredToken", Auth).remedy(RENEW),
+    Row::code("ExpiredTokenException", Auth).remedy(RENEW),
+    Row::code("RequestExpired", Auth).remedy(RENEW),
+    Row::code("SignatureDoesNotMatch", Auth).remedy("correct the secret key, and check the node's clock"),
+    Row::code("IncompleteSignature", Auth),
+    Row::code("MissingAuthenticationToken", Auth),
+    Row::code("InvalidIdentityToken", Auth),
+    Row::code("OptInRequired", Auth)
+        .remedy("subscribe the account to EC2 (or to the image, if it is from the marketplace)"),
+    Row::code("Blocked", Auth),
+    Row::code("AuthFailure.ServiceLinkedRoleCreationNotPermitted", Auth).remedy(
+        "create the spot service-linked role once: aws iam create-service-linked-role --aws-service-name spot.amazonaws.com",
+    ),
+    Row::code("AuthFailure", Auth)
+        .remedy("check the access key, its secret, and that the account may use this region and image"),
+    Row::code("AuthFailure*", Auth),
+    Row::code("InvalidInstanceID.NotFound", NotFound),
+    Row::code("InvalidVolume.NotFound", NotFound),
+    Row::code("InvalidAttachment.NotFound", NotFound),
+    Row::code("IdempotentParameterMismatch", KeyReused),
+    Row::code("InternalError", Transient),
+    Row::code("InternalFailure", Transient),
+    Row::code("ServiceUnavailable", Transient),
+    Row::code("Unavailable", Transient),
+    Row::code("InvalidAMIID.NotFound", Invalid).remedy(IMAGE),
+    Row::code("InvalidAMIID.Malformed", Invalid).remedy(IMAGE),
+    Row::code("InvalidAMIID.Unavailable", Invalid).remedy(IMAGE),
+    Row::code("InvalidSubnetID.NotFound", Invalid).remedy(SUBNET),
+    Row::code("InvalidSubnet.NotFound", Invalid).remedy(SUBNET),
+    Row::code("InvalidGroup.NotFound", Invalid).remedy(GROUP),
+    Row::code("InvalidSecurityGroupID.NotFound", Invalid).remedy(GROUP),
+    Row::code("InvalidGroupId.Malformed", Invalid).remedy(GROUP),
+    Row::code("InvalidKeyPair.NotFound", Invalid)
+        .remedy("set key-name to a key pair of this region, or remove it"),
+    Row::code("InvalidIamInstanceProfileArn.Malformed", Invalid).remedy(PROFILE),
+    Row::code("InvalidIamInstanceProfileName.NotFound", Invalid).remedy(PROFILE),
+    Row::code("InvalidUserData.Malformed", Invalid)
+        .remedy("user-data must have at most 16 KiB; this is a bug in Peerpod, report it"),
+    Row::code("InvalidInstanceType", Invalid).remedy("correct instance-type and instance-types"),
+    Row::code("InvalidVolume.ZoneMismatch", Invalid).remedy("give a subnet in the volume's zone"),
+    Row::code("VolumeInUse", Invalid)
+        .remedy("end the pod or instance that uses the volume; it attaches to one VM only"),
+    Row::code("InvalidLaunchTemplateName.NotFoundException", Invalid).remedy(TEMPLATE),
+    Row::code("InvalidLaunchTemplateId.NotFound", Invalid).remedy(TEMPLATE),
+    Row::code("*LimitExceeded", Quota),
+    Row::code("*CountExceeded", Quota),
+    Row::status(429..=429, Throttled),
+    Row::status(500..=u16::MAX, Transient),
+];
 
 /// Returns the remedy for a code that has none of its own.
-fn usual_remedy(meaning: Meaning) -> &'static str {
+fn usual(meaning: Meaning) -> &'static str {
     match meaning {
-        Meaning::Throttled => "it is tried again more slowly; others in the account use the same limit",
-        Meaning::Capacity => "allow more instance-types or give subnet-ids in more zones",
-        Meaning::Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
-        Meaning::Auth => "check the credentials and their permissions",
-        Meaning::Transient => "it is tried again; if it stays, look at the AWS health dashboard",
-        Meaning::KeyReused => "this is a bug in Peerpod, report it",
-        Meaning::NotFound | Meaning::Invalid => {
-            "correct the settings below provider.aws, or the pod's annotations"
-        }
+        Throttled => "it is tried again more slowly; others in the account use the same limit",
+        Capacity => "allow more instance-types or give subnet-ids in more zones",
+        Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
+        Auth => "check the credentials and their permissions",
+        Transient => "it is tried again; if it stays, look at the AWS health dashboard",
+        KeyReused => "this is a bug in Peerpod, report it",
+        NotFound | Invalid => "correct the settings below provider.aws, or the pod's annotations",
     }
 }
 
-/// Builds the error of a class. Only [`Error::Capacity`] uses `offering`.
-pub(crate) fn by_meaning(meaning: Meaning, offering: &str, text: String) -> Error {
-    match meaning {
-        Meaning::Throttled => Error::Throttled { after: None, text },
-        Meaning::Capacity => Error::capacity(offering, text),
-        Meaning::Quota => Error::Quota { text },
-        Meaning::Auth => Error::Auth { text },
-        Meaning::Invalid => Error::Invalid { text },
-        Meaning::NotFound => Error::NotFound { text },
-        Meaning::KeyReused => Error::KeyReused { text },
-        Meaning::Transient => Error::Transient { text },
-    }
-}
-
-/// Formats a refusal inside a successful answer, like the errors of a fleet, with its remedy.
-pub(crate) fn said(code: &str, message: &str, action: &str) -> String {
-    format!("{code}: {}; {}", clip(message), remedy(code, meaning(code, 400), action))
-}
-
-/// Reduces a message to one line of limited length, without ciphertext and control characters.
-fn clip(message: &str) -> String {
-    let plain = message.split("Encoded authorization failure message").next().unwrap_or_default();
-    let clean: String =
-        plain.chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_MESSAGE).collect();
-    clean.trim().trim_end_matches('.').to_owned()
+/// Returns a message without the kilobytes of ciphertext of EC2's authorization failures.
+fn plain(message: &str) -> &str {
+    message.split("Encoded authorization failure message").next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -267,6 +212,11 @@ mod tests {
     fn said(code: &str, status: u16, message: &str) -> Error {
         let why = Why::Said { code: code.to_owned(), message: message.to_owned(), status };
         Failure::new("CreateFleet", "create of web-0", why).error
+    }
+
+    #[test]
+    fn every_row_of_the_table_is_used() {
+        REFUSALS.check().unwrap();
     }
 
     #[test]

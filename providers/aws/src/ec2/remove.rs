@@ -3,25 +3,25 @@
 //! that EC2 left behind are deleted at preflight and every ten minutes. May call those two, DescribeNetworkInterfaces,
 //! DeleteNetworkInterface.
 
-use std::collections::{HashMap, HashSet};
-use std::time::Duration;
+use std::collections::HashMap;
 
 use aws_sdk_ec2::types::Filter;
-use parking_lot::Mutex;
 use peerpod_provider_api::{Error, Owner};
-use peerpod_provider_cloud::Window;
+use peerpod_provider_cloud::batch::{self, what};
+use peerpod_provider_cloud::marks::{CLUSTER, NODE};
+use peerpod_provider_cloud::{Lookup, Strays, Window, until};
 use tokio::time::Instant;
 
-use crate::ec2::client::{Ec2, until};
+use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
-use crate::ec2::tags;
+use crate::ec2::shape::marks;
 use crate::ec2::vms::{self, VmState};
 
 /// Batcher that terminates VMs. `None`: EC2 does not know the VM, or shows it without the tags of this owner.
-pub(crate) type Terminate = lookup::Lookup<()>;
+pub(crate) type Terminate = Lookup<()>;
 
 pub(crate) fn terminate(ec2: Ec2, owner: Owner) -> Terminate {
-    lookup::together(ec2, Window::LIST, move |ec2, ids, until| by_ids(ec2, owner.clone(), ids, until))
+    batch::lookup(Window::LIST, move |ids, until| by_ids(ec2.clone(), owner.clone(), ids, until))
 }
 
 /// Requests the termination of this owner's VMs among these; returns those that EC2 knows.
@@ -34,13 +34,13 @@ async fn by_ids(
     let (mut found, unknown) = vms::by_ids(ec2.clone(), ids.clone(), until).await?;
     if let Some(id) = ids.iter().find(|id| !found.contains_key(*id) && !unknown.contains(*id)) {
         // Such a VM may exist, and must not count as deleted.
-        let what = lookup::what("delete of", "VM", &ids);
+        let what = what("delete of", "VM", &ids);
         return Err(Error::transient(format!(
             "{what}: EC2's DescribeInstances neither shows VM {id} nor calls it unknown; it is tried again"
         )));
     }
     found.retain(|id, vm| {
-        let ours = tags::owns(&owner, &vm.tags);
+        let ours = vm.marks.are_of(&owner);
         if !ours {
             tracing::warn!(
                 vm = id,
@@ -55,7 +55,7 @@ async fn by_ids(
     let ids: Vec<String> = ids.into_iter().map(|(id, _)| id).collect();
     let ec2 = &ec2;
     let terminate = |ids: Vec<String>| async move {
-        let what = lookup::what("delete of", "VM", &ids);
+        let what = what("delete of", "VM", &ids);
         let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids));
         ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await
     };
@@ -65,48 +65,10 @@ async fn by_ids(
     Ok(known.chain(ended.into_iter().map(|(id, _)| id)).map(|id| (id, ())).collect())
 }
 
-/// Interval between two searches for stray NICs.
-const EVERY: Duration = Duration::from_secs(600);
-
-/// NICs of this owner that had no VM at the last search. A NIC may have no VM for a moment while its VM is launched. A
-/// NIC that has none in two searches, minutes apart, is left over.
-#[derive(Debug)]
-pub(crate) struct Strays(Mutex<Looked>);
-
-#[derive(Debug)]
-struct Looked {
-    at: Instant,
-    nics: HashSet<String>,
-}
-
-impl Strays {
-    /// Starts the interval without a search. Preflight deletes the NICs of an earlier process.
-    pub(crate) fn new(now: Instant) -> Strays {
-        Strays(Mutex::new(Looked { at: now, nics: HashSet::new() }))
-    }
-
-    /// Returns whether a search is due. `true` starts the next interval, so the caller must search.
-    pub(crate) fn is_due(&self, now: Instant) -> bool {
-        let mut looked = self.0.lock();
-        let is_due = now.saturating_duration_since(looked.at) >= EVERY;
-        if is_due {
-            looked.at = now;
-        }
-        is_due
-    }
-
-    /// Returns those NICs that had no VM at the last search, either.
-    fn again(&self, nics: Vec<String>) -> Vec<String> {
-        let mut looked = self.0.lock();
-        let before = std::mem::replace(&mut looked.nics, nics.iter().cloned().collect());
-        nics.into_iter().filter(|nic| before.contains(nic)).collect()
-    }
-
-    /// Searches, and deletes the NICs that had no VM at the last search, either. Returns their number.
-    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
-        let nics = self.again(stray_nics(ec2, owner).await?);
-        delete_nics(ec2, nics).await
-    }
+/// Searches, and deletes the NICs that had no VM at the last search, either. Returns their number.
+pub(crate) async fn clean_again(strays: &Strays, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+    let nics = strays.again(stray_nics(ec2, owner).await?);
+    delete_nics(ec2, nics).await
 }
 
 /// Deletes all NICs without a VM at once; for use before any launch. Returns their number.
@@ -120,12 +82,10 @@ const MOST_STRAY: usize = 10_000;
 /// Returns the NICs of this owner without a VM. EC2 leaves one when a launch breaks off half-way.
 async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
-    let mut filters = vec![
-        filter(format!("tag:{}", tags::CLUSTER), &owner.cluster_id),
-        filter("status".to_owned(), "available"),
-    ];
+    let mut filters =
+        vec![filter(format!("tag:{}", CLUSTER), &owner.cluster_id), filter("status".to_owned(), "available")];
     if !owner.node_name.is_empty() {
-        filters.push(filter(format!("tag:{}", tags::NODE), &owner.node_name));
+        filters.push(filter(format!("tag:{}", NODE), &owner.node_name));
     }
     let what = "look for our unattached NICs";
     let (mut nics, mut next) = (Vec::new(), None);
@@ -136,7 +96,7 @@ async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
         let page =
             ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
         let found = page.network_interfaces.unwrap_or_default().into_iter();
-        let ours = found.filter(|nic| tags::owns(owner, &tags::read(nic.tag_set.clone())));
+        let ours = found.filter(|nic| marks(nic.tag_set.clone()).are_of(owner));
         nics.extend(ours.filter_map(|nic| nic.network_interface_id));
         next = page.next_token.filter(|token| !token.is_empty());
         if next.is_none() || nics.len() >= MOST_STRAY {
@@ -157,20 +117,4 @@ async fn delete_nics(ec2: &Ec2, nics: Vec<String>) -> Result<usize, Error> {
         }
     }
     Ok(deleted)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_nic_is_stray_when_two_lists_show_it_unattached() {
-        let now = Instant::now();
-        let strays = Strays::new(now);
-        assert!(!strays.is_due(now) && strays.is_due(now + EVERY) && !strays.is_due(now + EVERY));
-        let nics = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        assert!(strays.again(nics(&["a", "b"])).is_empty());
-        assert_eq!(strays.again(nics(&["b", "c"])), ["b"]);
-        assert!(strays.again(nics(&["a"])).is_empty(), "it was attached in between");
-    }
 }

@@ -15,9 +15,10 @@ use aws_sdk_ec2::types::{
     LaunchTemplateInstanceNetworkInterfaceSpecificationRequest, LaunchTemplatePlacementRequest, Placement,
     RequestLaunchTemplateData, ResourceType, ShutdownBehavior, Tag, TagSpecification, Tenancy,
 };
+use peerpod_provider_cloud::Marks;
 use sha2::{Digest, Sha256};
 
-use crate::config::{AwsConfig, RootDisk};
+use crate::config::{ALPHABET, AwsConfig, RootDisk};
 
 /// Hop limit for answers of the metadata service. One hop reaches the VM itself, so answers are not routed to pods.
 const HOPS: i32 = 1;
@@ -231,6 +232,12 @@ pub(crate) fn tag_specifications(tags: &BTreeMap<String, String>) -> Vec<TagSpec
 
 pub(crate) fn to_tags(tags: &BTreeMap<String, String>) -> Vec<Tag> {
     tags.iter().map(|(key, value)| Tag::builder().key(key).value(value).build()).collect()
+}
+
+/// Returns the marks among the tags of a resource.
+pub(crate) fn marks(tags: Option<Vec<Tag>>) -> Marks {
+    let tags = tags.unwrap_or_default().into_iter().filter_map(|tag| Some((tag.key?, tag.value?)));
+    ALPHABET.read(&tags.collect())
 }
 
 #[cfg(test)]

@@ -1,19 +1,21 @@
 //! Lists and looks up VMs, with one call for many concurrent callers. May call DescribeInstances.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use aws_sdk_ec2::operation::describe_instances::builders::DescribeInstancesFluentBuilder;
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
-use peerpod_provider_cloud::Window;
+use peerpod_provider_cloud::batch::{self, what};
+use peerpod_provider_cloud::marks::{CLUSTER, KEY, NODE};
+use peerpod_provider_cloud::{Lookup, Marks, Window};
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
 use crate::ec2::refusal::Failure;
-use crate::ec2::tags;
+use crate::ec2::shape::marks;
 
 /// Maximum number of VMs in a page.
 const PAGE: i32 = 1000;
@@ -30,7 +32,7 @@ pub(crate) struct Vm {
     pub private: Vec<IpAddr>,
     pub public: Option<IpAddr>,
     pub devices: Vec<String>,
-    pub tags: BTreeMap<String, String>,
+    pub marks: Marks,
     pub launched: Option<SystemTime>,
     /// Whether EC2 may take the VM back.
     pub is_spot: bool,
@@ -77,7 +79,7 @@ impl Vm {
             private,
             public,
             devices: devices.into_iter().filter_map(|device| device.device_name).collect(),
-            tags: tags::read(vm.tags),
+            marks: marks(vm.tags),
             launched: vm.launch_time.and_then(|at| SystemTime::try_from(at).ok()),
             is_spot: vm.instance_lifecycle == Some(InstanceLifecycleType::Spot),
             reason: vm.state_reason.and_then(|reason| reason.message.or(reason.code)),
@@ -107,18 +109,18 @@ impl Vm {
         };
         Some(Owned {
             id: InstanceId::new(self.id.clone()).ok()?,
-            key: self.tags.get(tags::KEY).and_then(|key| IdempotencyKey::parse(key.clone()).ok()),
-            name: self.tags.get(tags::NAME).cloned(),
+            key: self.marks.key.clone(),
+            name: self.marks.name.clone(),
             state,
             addresses: self.addresses(public),
             created: self.launched,
-            node: self.tags.get(tags::NODE).filter(|node| !node.is_empty()).cloned(),
+            node: self.marks.node.clone().filter(|node| !node.is_empty()),
         })
     }
 }
 
 /// Batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
-pub(crate) type VmLookup = lookup::Lookup<Vm>;
+pub(crate) type VmLookup = Lookup<Vm>;
 
 /// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
 /// would contain one VM. This window closes before a guest has booted.
@@ -126,8 +128,10 @@ pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
-    let found = |ec2, ids, until| async move { Ok(by_ids(ec2, ids, until).await?.0) };
-    lookup::together(ec2, window, found)
+    batch::lookup(window, move |ids, until| {
+        let found = by_ids(ec2.clone(), ids, until);
+        async move { Ok(found.await?.0) }
+    })
 }
 
 /// Returns those of these VMs that EC2 shows, and the ids that it does not know. An id may be in neither.
@@ -138,7 +142,7 @@ pub(crate) async fn by_ids(
 ) -> Result<(HashMap<String, Vm>, Vec<String>), Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
-        let what = lookup::what("look at", "VM", &ids);
+        let what = what("look at", "VM", &ids);
         let ask = ec2.client.describe_instances().set_instance_ids(Some(ids));
         pages(ec2, ask, "look", &what, until).await
     };
@@ -155,13 +159,13 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
 
 /// Returns every VM of this owner that is not terminated, from all pages.
 pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
-    let mut filters = vec![tag(tags::CLUSTER, &owner.cluster_id), not_gone()];
+    let mut filters = vec![tag(CLUSTER, &owner.cluster_id), not_gone()];
     if !owner.node_name.is_empty() {
-        filters.push(tag(tags::NODE, &owner.node_name));
+        filters.push(tag(NODE, &owner.node_name));
     }
     let mut found = list(ec2, filters, "list our VMs", until).await?;
     // No filter selects the VMs without the installation's tag.
-    found.retain(|vm| tags::owns(owner, &vm.tags));
+    found.retain(|vm| vm.marks.are_of(owner));
     Ok(found)
 }
 
@@ -172,7 +176,7 @@ pub(crate) async fn by_key(
     what: &str,
     until: Instant,
 ) -> Result<Vec<Vm>, Error> {
-    let mut found = list(ec2, vec![tag(tags::KEY, key.as_str()), not_gone()], what, until).await?;
+    let mut found = list(ec2, vec![tag(KEY, key.as_str()), not_gone()], what, until).await?;
     found.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(found)
 }

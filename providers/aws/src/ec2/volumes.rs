@@ -5,20 +5,21 @@
 //! User Guide, "Identify NVMe devices"). The device name that EC2 requires has no meaning on such machines.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use aws_sdk_ec2::types::{Volume, VolumeAttachmentState, VolumeState};
-use futures_util::future::join_all;
+use futures_util::future::try_join_all;
 use parking_lot::Mutex;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::Window;
+use peerpod_provider_cloud::batch::{self, what};
+use peerpod_provider_cloud::{Lookup, Window, until};
 use tokio::time::Instant;
 
 use crate::config::is_id;
 use crate::ec2::Aws;
-use crate::ec2::client::{Ec2, until};
+use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
-use crate::ec2::provider::{FIRST_LOOK, LOOK_AGAIN};
-use crate::ec2::tags;
+use crate::ec2::provider::LOOKS;
 use crate::ec2::vms::VmState;
 
 /// A volume as EC2 shows it.
@@ -33,16 +34,16 @@ pub(crate) struct EbsVolume {
 }
 
 /// Batcher that looks up single volumes. `None`: there is no such volume.
-pub(crate) type VolumeLookup = lookup::Lookup<EbsVolume>;
+pub(crate) type VolumeLookup = Lookup<EbsVolume>;
 
 pub(crate) fn inspect(ec2: Ec2) -> VolumeLookup {
-    lookup::together(ec2, Window::LIST, by_ids)
+    batch::lookup(Window::LIST, move |ids, until| by_ids(ec2.clone(), ids, until))
 }
 
 async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, EbsVolume>, Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
-        let what = lookup::what("look at", "volume", &ids);
+        let what = what("look at", "volume", &ids);
         let ask = ec2.client.describe_volumes().set_volume_ids(Some(ids));
         ec2.call("DescribeVolumes", "volumes", &what, until, || ask.clone().send()).await
     };
@@ -114,47 +115,31 @@ impl Names {
     }
 }
 
-/// Checks, before any cost arises, that the volumes exist, are free, and are in one zone. Returns the zone.
-pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Result<Option<String>, Error> {
-    let mut first: Option<(&str, String)> = None;
-    let looks = disks.iter().map(|disk| async move {
-        checked(&disk.volume, what)?;
-        let seen = aws.ec2().await?.volumes.ask(disk.volume.clone(), until(), what).await?;
-        let seen = seen.ok_or_else(|| {
-            Error::invalid(format!(
-                "{what}: there is no volume {} in this region; correct the pod's volume",
-                disk.volume
-            ))
-        })?;
-        Ok::<_, Error>((disk, seen))
-    });
-    for inspect in join_all(looks).await {
-        let (disk, seen) = inspect?;
-        if let Some((vm, _)) = seen.on.first() {
-            return Err(Error::invalid(format!(
-                "{what}: volume {} is in use by {vm}; end the pod or instance that has it, it attaches to \
-                 one VM only",
-                disk.volume
-            )));
-        }
-        if !seen.is_available {
-            return Err(Error::invalid(format!(
-                "{what}: volume {} is {}, not available; wait until it is, or repair it",
-                disk.volume, seen.state
-            )));
-        }
-        match &first {
-            Some((other, zone)) if *zone != seen.zone => {
-                return Err(Error::invalid(format!(
-                    "{what}: volume {other} is in {zone} and volume {} in {}; no VM can have both, use volumes of one zone",
-                    disk.volume, seen.zone
-                )));
-            }
-            Some(_) => {}
-            None => first = Some((&disk.volume, seen.zone)),
-        }
+/// Checks, before any cost arises, that the volumes exist and are free. Returns the zone of each.
+pub(crate) async fn zones(aws: &Aws, disks: &[DiskRequest], what: &str) -> Result<Vec<String>, Error> {
+    try_join_all(disks.iter().map(|disk| zone(aws, disk, what))).await
+}
+
+async fn zone(aws: &Aws, DiskRequest { volume, .. }: &DiskRequest, what: &str) -> Result<String, Error> {
+    checked(volume, what)?;
+    let seen = aws.ec2().await?.volumes.ask(volume.clone(), until(), what).await?;
+    let seen = seen.ok_or_else(|| {
+        Error::invalid(format!(
+            "{what}: there is no volume {volume} in this region; correct the pod's volume"
+        ))
+    })?;
+    if let Some((vm, _)) = seen.on.first() {
+        return Err(Error::invalid(format!(
+            "{what}: volume {volume} is in use by {vm}; end the pod or instance that has it, it attaches to one VM only"
+        )));
     }
-    Ok(first.map(|(_, zone)| zone))
+    if !seen.is_available {
+        return Err(Error::invalid(format!(
+            "{what}: volume {volume} is {}, not available; wait until it is, or repair it",
+            seen.state
+        )));
+    }
+    Ok(seen.zone)
 }
 
 /// Attaches a volume, or finds it attached. Returns when the guest can use it.
@@ -163,34 +148,33 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
     let what = format!("attach of {volume} to {id}");
     checked(volume, &what)?;
     let ec2 = aws.ec2().await?;
-    let mut pause = FIRST_LOOK;
-    let mut is_asked = false;
-    loop {
+    let is_asked = AtomicBool::new(false);
+    let attached = LOOKS.until(None, || async {
         let seen = ec2.volumes.ask(volume.clone(), until(), &what).await?;
         let seen = seen.ok_or_else(|| Error::not_found(format!("{what}: there is no such volume")))?;
         match seen.on.iter().find(|(vm, _)| vm == id.as_str()) {
             Some((_, true)) => {
                 // An attachment that this call did not request proves no owner.
-                if !is_asked {
+                if !is_asked.load(Ordering::Relaxed) {
                     aws.wait_for(id, &what, |_| true).await?;
                 }
-                return Ok(identity(volume));
+                return Ok(Some(identity(volume)));
             }
             Some((_, false)) => {}
-            None if !is_asked || seen.is_available => {
+            None if !is_asked.load(Ordering::Relaxed) || seen.is_available => {
                 if let Some((other, _)) = seen.on.first() {
                     return Err(Error::invalid(format!(
                         "{what}: it is in use by {other}; end the pod or instance that has it, it attaches \
                          to one VM only"
                     )));
                 }
-                is_asked = ask(aws, id, volume, &seen, &what).await?;
+                is_asked.store(ask(aws, id, volume, &seen, &what).await?, Ordering::Relaxed);
             }
             None => {}
         }
-        tokio::time::sleep(pause).await;
-        pause = LOOK_AGAIN;
-    }
+        Ok(None)
+    });
+    attached.await?.ok_or_else(|| Error::transient(format!("{what}: the wait ended")))
 }
 
 /// Requests the attachment as soon as the VM runs. `false`: it must be requested again.
@@ -236,7 +220,7 @@ pub(crate) async fn detach(aws: &Aws, id: &InstanceId, volume: &str) -> Result<(
     checked(volume, &what)?;
     let connected = aws.ec2().await?;
     let vm = connected.inspect.ask(id.as_str().to_owned(), until(), &what).await?;
-    if !vm.is_some_and(|vm| tags::owns(&aws.owner, &vm.tags)) {
+    if !vm.is_some_and(|vm| vm.marks.are_of(&aws.owner)) {
         return Ok(());
     }
     let ec2 = &connected.ec2;
