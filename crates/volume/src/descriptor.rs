@@ -200,11 +200,14 @@ pub enum FsGroupPolicy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Identity {
-    /// The disk's serial number, as the guest's kernel reports it (a virtio disk: the first 20 bytes).
+    /// The disk's serial number, as the guest's kernel reports it (a virtio disk: the first 20 bytes; a SCSI disk: page
+    /// 0x80 of its vital product data).
     Serial(String),
-    /// The name below `/dev/disk/by-id/`.
+    /// The name below `/dev/disk/by-id/`. The hardware reports Google's (`google-` and the device name): no image has
+    /// Google's udev rules.
     ById(String),
-    /// SCSI logical unit or NVMe namespace assigned by the attach.
+    /// Logical unit that the attach gave the disk. In Azure: on a SCSI controller of data disks, or the NVMe namespace
+    /// `Lun + 2`. Elsewhere: on any SCSI controller, and the disk has no partitions.
     Lun(u32),
     /// The World Wide Name.
     Wwn(String),

@@ -26,6 +26,7 @@ use crate::intercept::{Ready, Use, VOLUMES};
 mod content;
 mod fill;
 mod find;
+mod hardware;
 mod make;
 mod moment;
 pub(crate) mod scratch;

@@ -212,11 +212,13 @@ text_type!(Placement, Placement::new, crate::Error);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskIdentity {
-    /// Serial number that the block device reports (virtio, NVMe controller).
+    /// Serial number that the block device reports (virtio, NVMe controller, page 0x80 of a SCSI disk).
     Serial(String),
-    /// Name below `/dev/disk/by-id/`.
+    /// Name below `/dev/disk/by-id/`. The hardware reports Google's (`google-` and the device name): no VM image has
+    /// Google's udev rules.
     ById(String),
-    /// SCSI logical unit or NVMe namespace that the attach was given.
+    /// Logical unit that the attach was given. In Azure: on a SCSI controller of data disks, or the NVMe namespace
+    /// `Lun + 2`. Elsewhere: on any SCSI controller, and the disk has no partitions.
     Lun(u32),
     /// World Wide Name.
     Wwn(String),

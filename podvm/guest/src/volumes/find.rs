@@ -1,6 +1,6 @@
 //! Finds a disk by the identity that its hardware reports, never by its order or name: names are reused after a
 //! removal, so each use searches anew. Inspects sysfs first, then waits for the kernel's events, with a deadline. May
-//! read `/sys/class/block` and `/dev/disk/by-id`.
+//! read `/sys/class/block`, `/dev/disk/by-id` and NVMe disks.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::Fault;
+use super::{Fault, hardware};
 use crate::init::uevents::Uevents;
 
 /// Bytes of a serial number that a virtio disk keeps.
@@ -22,6 +22,21 @@ const VIRTIO_SERIAL: usize = 20;
 const LOOK: Duration = Duration::from_millis(100);
 /// Size limit: a file of sysfs is a page.
 const MAX_ATTRIBUTE: u64 = 4096;
+
+/// Begin of the names of Google's disks below `/dev/disk/by-id`. The rest is the device name of the attachment.
+const GOOGLE: &str = "google-";
+/// Serial number of every NVMe controller of Google's persistent disks.
+const GOOGLE_NVME: &str = "nvme_card-pd";
+
+/// Model of the NVMe controller of Azure's disks. Namespace 1 is the VM's own disk, namespace `n` has LUN `n - 2`.
+const AZURE_NVME: &str = "MSFT NVMe Accelerator v1.0";
+const AZURE_FIRST_LUN: u32 = 2;
+/// SCSI controllers of Azure's data disks, by the id of the Hyper-V device. The VM's own disks have other ones.
+const AZURE_DATA: [&str; 3] = [
+    "{f8b3781b-1e82-4818-a1c3-63d806ec15bb}",
+    "{f8b3781c-1e82-4818-a1c3-63d806ec15bb}",
+    "{f8b3781d-1e82-4818-a1c3-63d806ec15bb}",
+];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Disk {
@@ -37,11 +52,17 @@ pub(super) struct Disk {
 pub(super) struct Places {
     pub(super) block: PathBuf,
     pub(super) dev: PathBuf,
+    /// Returns the Identify data of an NVMe namespace: a device node and the namespace's number.
+    pub(super) identify: fn(&Path, u32) -> io::Result<Vec<u8>>,
 }
 
 impl Default for Places {
     fn default() -> Self {
-        Places { block: "/sys/class/block".into(), dev: "/dev".into() }
+        Places {
+            block: "/sys/class/block".into(),
+            dev: "/dev".into(),
+            identify: hardware::identify_namespace,
+        }
     }
 }
 
@@ -75,7 +96,7 @@ impl Places {
     /// Returns the one disk with this identity. Two are an error: one of them does not belong to the pod.
     pub(super) fn inspect(&self, identity: &Identity) -> Result<Option<Disk>, Fault> {
         let names = match identity {
-            Identity::ById(name) => self.by_id(name)?.into_iter().collect(),
+            Identity::ById(name) => self.by_name(name)?,
             _ => self.disks().into_iter().filter(|name| self.is(name, identity)).collect::<Vec<_>>(),
         };
         match &names[..] {
@@ -94,6 +115,28 @@ impl Places {
         (sectors > 0 && node.exists()).then(|| Disk { name: name.to_owned(), node, size: sectors * 512 })
     }
 
+    /// Returns the disks with this name below `/dev/disk/by-id`. The hardware reports Google's names: the images have none
+    /// of Google's udev rules, and the minimal image has no udev.
+    fn by_name(&self, name: &str) -> Result<Vec<String>, Fault> {
+        let mut names: Vec<String> = self.by_id(name)?.into_iter().collect();
+        if let Some(wanted) = name.strip_prefix(GOOGLE) {
+            names.extend(
+                self.disks().into_iter().filter(|disk| self.google_name(disk).as_deref() == Some(wanted)),
+            );
+            names.sort();
+            names.dedup();
+        }
+        Ok(names)
+    }
+
+    fn google_name(&self, name: &str) -> Option<String> {
+        if self.serial(name) == GOOGLE_NVME {
+            let nsid = self.attribute(name, "nsid")?.parse().ok()?;
+            return hardware::google_nvme_name(&(self.identify)(&self.dev.join(name), nsid).ok()?);
+        }
+        hardware::google_scsi_name(&self.page(name, "device/vpd_pg83")?)
+    }
+
     fn by_id(&self, name: &str) -> Result<Option<String>, Fault> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
             return Err(Fault::never(format!("{name:?} is no name below /dev/disk/by-id")));
@@ -110,6 +153,8 @@ impl Places {
         let mut names: Vec<String> = entries
             .filter_map(|entry| entry.file_name().to_str().map(str::to_owned))
             .filter(|name| !self.block.join(name).join("partition").exists())
+            // A path to an NVMe disk with several; the disk itself is another entry.
+            .filter(|name| self.attribute(name, "hidden").is_none_or(|hidden| hidden != "1"))
             .collect();
         names.sort();
         names
@@ -118,7 +163,7 @@ impl Places {
     fn is(&self, name: &str, identity: &Identity) -> bool {
         match identity {
             Identity::Serial(wanted) => {
-                let has = self.one_of(name, ["serial", "device/serial"]);
+                let has = self.serial(name);
                 let cut = name.starts_with("vd").then(|| wanted.as_bytes().get(..VIRTIO_SERIAL)).flatten();
                 !has.is_empty() && (has == *wanted || cut == Some(has.as_bytes()))
             }
@@ -126,29 +171,56 @@ impl Places {
                 let has = bare(&self.one_of(name, ["wwid", "device/wwid"]));
                 !has.is_empty() && has == bare(wanted)
             }
-            Identity::Lun(wanted) => self.lun(name) == Some(*wanted) && !self.has_partitions(name),
+            Identity::Lun(wanted) => self.lun(name) == Some(*wanted),
             Identity::ById(_) => false,
         }
     }
 
-    /// Returns the logical unit of a SCSI disk: the last part of `host:channel:target:lun`. The number of an NVMe
-    /// namespace does not count. Clouds count namespaces from different starts, and a disk of the VM itself would be
-    /// taken for one of the pod.
+    /// Returns the number that the attach gave the disk; `None` for a disk of the VM itself.
     fn lun(&self, name: &str) -> Option<u32> {
+        if self.attribute(name, "device/model").is_some_and(|model| model == AZURE_NVME) {
+            return self.attribute(name, "nsid")?.parse::<u32>().ok()?.checked_sub(AZURE_FIRST_LUN);
+        }
         let device = fs::read_link(self.block.join(name).join("device")).ok()?;
-        device.file_name()?.to_str()?.rsplit_once(':')?.1.parse().ok()
+        // host:channel:target:lun
+        let lun = device.file_name()?.to_str()?.rsplit_once(':')?.1.parse().ok()?;
+        let is_data = match self.hyper_v_device(name) {
+            Some(id) => AZURE_DATA.contains(&id.as_str()),
+            None => !self.has_partitions(name),
+        };
+        is_data.then_some(lun)
+    }
+
+    /// Returns the id of the Hyper-V device (vmbus) that is the disk's controller.
+    fn hyper_v_device(&self, name: &str) -> Option<String> {
+        let device = fs::canonicalize(self.block.join(name).join("device")).ok()?;
+        let read = |folder: &Path| read_text(&folder.join("device_id"));
+        device.ancestors().skip(1).find_map(read).filter(|id| id.starts_with('{'))
     }
 
     /// Returns whether a disk has partitions. A logical unit's number is unique per controller only; the VM's own disk,
-    /// which has partitions, may have the same.
+    /// which has partitions, may have the same on another controller.
     fn has_partitions(&self, name: &str) -> bool {
         let entries = fs::read_dir(self.block.join(name)).into_iter().flatten().flatten();
         entries.into_iter().any(|entry| entry.path().join("partition").exists())
     }
 
     fn attribute(&self, name: &str, file: &str) -> Option<String> {
-        let content = crate::files::read(&self.block.join(name).join(file), MAX_ATTRIBUTE).ok()??;
-        Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
+        read_text(&self.block.join(name).join(file))
+    }
+
+    /// Returns the bytes of a page of SCSI's vital product data.
+    fn page(&self, name: &str, file: &str) -> Option<Vec<u8>> {
+        crate::files::read(&self.block.join(name).join(file), MAX_ATTRIBUTE).ok()?
+    }
+
+    /// Returns the serial number: of virtio and NVMe from an attribute, of SCSI from a page; empty without any.
+    fn serial(&self, name: &str) -> String {
+        let of_page = || hardware::scsi_serial(&self.page(name, "device/vpd_pg80")?);
+        Some(self.one_of(name, ["serial", "device/serial"]))
+            .filter(|serial| !serial.is_empty())
+            .or_else(of_page)
+            .unwrap_or_default()
     }
 
     /// Returns the first of these attributes; empty without any.
@@ -159,13 +231,18 @@ impl Places {
     /// Describes the present disks for error messages.
     fn there(&self) -> String {
         let disks = self.disks().into_iter().take(32).filter(|name| self.disk(name).is_some());
-        let words = disks.map(|name| match self.one_of(&name, ["serial", "device/serial"]) {
+        let words = disks.map(|name| match self.serial(&name) {
             serial if serial.is_empty() => name,
             serial => format!("{name} (serial {serial})"),
         });
         let words = words.collect::<Vec<_>>().join(", ");
         if words.is_empty() { "no disk".to_owned() } else { words }
     }
+}
+
+fn read_text(path: &Path) -> Option<String> {
+    let content = crate::files::read(path, MAX_ATTRIBUTE).ok()??;
+    Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
 }
 
 fn listen() -> io::Result<(Uevents, AsyncFd<OwnedFd>)> {
@@ -185,7 +262,7 @@ fn words(identity: &Identity) -> String {
     match identity {
         Identity::Serial(serial) => format!("serial number {serial:?}"),
         Identity::ById(name) => format!("name {name:?} in /dev/disk/by-id"),
-        Identity::Lun(lun) => format!("logical unit {lun} (of SCSI disks)"),
+        Identity::Lun(lun) => format!("logical unit {lun}"),
         Identity::Wwn(wwn) => format!("World Wide Name {wwn:?}"),
     }
 }
@@ -206,6 +283,7 @@ pub(super) fn rescan(name: &str) {
 
 #[cfg(test)]
 mod tests {
+    use super::hardware::testing;
     use super::*;
     use crate::files::testing::TempDir;
 
@@ -221,7 +299,31 @@ mod tests {
     }
 
     fn places(dir: &TempDir) -> Places {
-        Places { block: dir.path().join("block"), dev: dir.path().join("dev") }
+        Places { block: dir.path().join("block"), dev: dir.path().join("dev"), identify }
+    }
+
+    /// Answers as a namespace of Google's: disk 2 of the attachments is `pp-two`.
+    fn identify(node: &Path, nsid: u32) -> io::Result<Vec<u8>> {
+        assert!(node.ends_with("nvme0n2") || node.ends_with("nvme0n1"), "{node:?}");
+        match nsid {
+            2 => Ok(testing::identify(br#"{"device_name":"pp-two","disk_type":"PERSISTENT"}"#)),
+            _ => Err(io::Error::other("NVMe status 0x1")),
+        }
+    }
+
+    /// Makes a SCSI disk at this `host:channel:target:lun`, on a controller with this Hyper-V id if there is one.
+    fn scsi(dir: &TempDir, name: &str, controller: Option<&str>, address: &str, files: &[(&str, &[u8])]) {
+        disk(dir, name, &[]);
+        let bus = dir.path().join("devices").join(name);
+        let device = bus.join("host/target").join(address);
+        fs::create_dir_all(&device).unwrap();
+        for (file, content) in files {
+            fs::write(device.join(file), content).unwrap();
+        }
+        if let Some(id) = controller {
+            fs::write(bus.join("device_id"), format!("{id}\n")).unwrap();
+        }
+        std::os::unix::fs::symlink(device, dir.path().join("block").join(name).join("device")).unwrap();
     }
 
     fn name(places: &Places, identity: Identity) -> Option<String> {
@@ -245,16 +347,97 @@ mod tests {
         assert_eq!(name(&places, Identity::Serial("vol0abc".into())).as_deref(), Some("nvme1n1"));
         assert_eq!(name(&places, Identity::Serial("vol0".into())), None);
         assert_eq!(name(&places, Identity::Wwn("0x1D0F-AA".into())).as_deref(), Some("nvme1n1"));
-        assert_eq!(name(&places, Identity::Lun(7)), None, "an NVMe namespace has no logical unit's number");
-        disk(&dir, "sda", &[]);
-        std::os::unix::fs::symlink("../../0:0:1:7", dir.path().join("block/sda/device")).unwrap();
-        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("sda"));
-        assert_eq!(name(&places, Identity::Lun(1)), None);
 
         fs::create_dir_all(dir.path().join("dev/disk/by-id")).unwrap();
         std::os::unix::fs::symlink("../../vdb", dir.path().join("dev/disk/by-id/mine")).unwrap();
         assert_eq!(name(&places, Identity::ById("mine".into())).as_deref(), Some("vdb"));
         assert!(places.inspect(&Identity::ById("../vda".into())).is_err());
+    }
+
+    #[test]
+    fn a_logical_unit_of_azure_is_on_a_controller_of_data_disks() {
+        let dir = TempDir::new();
+        let places = places(&dir);
+        let own = ["{f8b3781a-1e82-4818-a1c3-63d806ec15bb}", "{00000000-0000-8899-0000-000000000000}"];
+        scsi(&dir, "sda", Some(own[0]), "0:0:0:0", &[]);
+        scsi(&dir, "sdb", Some(own[0]), "0:0:0:1", &[]);
+        scsi(&dir, "sdc", Some(own[1]), "1:0:0:0", &[]);
+        for lun in 0..2 {
+            assert_eq!(name(&places, Identity::Lun(lun)), None, "disks of the VM itself");
+        }
+        scsi(&dir, "sdd", Some(AZURE_DATA[0]), "2:0:0:0", &[]);
+        scsi(&dir, "sde", Some(AZURE_DATA[2]), "4:0:0:63", &[]);
+        assert_eq!(name(&places, Identity::Lun(0)).as_deref(), Some("sdd"));
+        assert_eq!(name(&places, Identity::Lun(63)).as_deref(), Some("sde"));
+        disk(&dir, "sdd", &[("sdd1/partition", "1")]);
+        assert_eq!(name(&places, Identity::Lun(0)).as_deref(), Some("sdd"), "a disk with a partition table");
+        scsi(&dir, "sdf", Some(AZURE_DATA[1]), "3:0:0:63", &[]);
+        assert!(places.inspect(&Identity::Lun(63)).is_err());
+    }
+
+    #[test]
+    fn a_logical_unit_of_azure_is_an_nvme_namespace_with_an_offset() {
+        let dir = TempDir::new();
+        let azure = |number: &'static str| {
+            [("device/model", "MSFT NVMe Accelerator v1.0              \n"), ("nsid", number)]
+        };
+        disk(&dir, "nvme0n1", &azure("1\n"));
+        disk(&dir, "nvme0n2", &azure("2\n"));
+        disk(&dir, "nvme0n9", &azure("9\n"));
+        disk(&dir, "nvme1n1", &[("device/model", "Microsoft NVMe Direct Disk v2\n"), ("nsid", "3\n")]);
+        let places = places(&dir);
+        assert_eq!(name(&places, Identity::Lun(0)).as_deref(), Some("nvme0n2"));
+        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("nvme0n9"));
+        assert_eq!(name(&places, Identity::Lun(1)), None, "a local disk");
+        assert_eq!(name(&places, Identity::Lun(u32::MAX)), None, "the disk of the VM itself");
+        disk(&dir, "nvme0c1n9", &[&azure("9\n")[..], &[("hidden", "1\n")]].concat());
+        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("nvme0n9"), "a path is no disk");
+    }
+
+    #[test]
+    fn a_logical_unit_of_another_cloud_is_a_disk_without_partitions() {
+        let dir = TempDir::new();
+        let places = places(&dir);
+        scsi(&dir, "sda", None, "0:0:1:7", &[]);
+        assert_eq!(name(&places, Identity::Lun(7)).as_deref(), Some("sda"));
+        assert_eq!(name(&places, Identity::Lun(1)), None);
+        disk(&dir, "sda", &[("sda1/partition", "1")]);
+        assert_eq!(name(&places, Identity::Lun(7)), None, "the VM's own disk");
+    }
+
+    #[test]
+    fn a_scsi_disk_is_found_by_its_serial_and_by_googles_name() {
+        let dir = TempDir::new();
+        let places = places(&dir);
+        let names = |text: &str| testing::page(0x83, &testing::descriptor(1, text.as_bytes()));
+        let pages: [(&str, &[u8]); 2] = [
+            ("vpd_pg80", &testing::page(0x80, b"6000c29a")),
+            ("vpd_pg83", &names("Google  PersistentDisk  pp-one")),
+        ];
+        scsi(&dir, "sda", None, "0:0:1:0", &pages);
+        scsi(&dir, "sdb", None, "0:0:2:0", &[("vpd_pg83", &names("Google  PersistentDisk  pp-one-more"))]);
+        assert_eq!(name(&places, Identity::Serial("6000c29a".into())).as_deref(), Some("sda"));
+        assert_eq!(name(&places, Identity::ById("google-pp-one".into())).as_deref(), Some("sda"));
+        assert_eq!(name(&places, Identity::ById("pp-one".into())), None, "no other names come of it");
+        // udev's name of the same disk.
+        fs::create_dir_all(dir.path().join("dev/disk/by-id")).unwrap();
+        std::os::unix::fs::symlink("../../sda", dir.path().join("dev/disk/by-id/google-pp-one")).unwrap();
+        assert_eq!(name(&places, Identity::ById("google-pp-one".into())).as_deref(), Some("sda"));
+        scsi(&dir, "sdc", None, "0:0:3:0", &pages);
+        let error = places.inspect(&Identity::ById("google-pp-one".into())).unwrap_err().to_string();
+        assert!(error.contains("sda, sdc"), "{error}");
+    }
+
+    #[test]
+    fn an_nvme_disk_is_found_by_googles_name() {
+        let dir = TempDir::new();
+        let google = |number: &'static str| [("device/serial", "nvme_card-pd        \n"), ("nsid", number)];
+        disk(&dir, "nvme0n1", &google("1\n"));
+        disk(&dir, "nvme0n2", &google("2\n"));
+        disk(&dir, "nvme1n1", &[("device/serial", "nvme_card\n"), ("nsid", "2\n")]);
+        let places = places(&dir);
+        assert_eq!(name(&places, Identity::ById("google-pp-two".into())).as_deref(), Some("nvme0n2"));
+        assert_eq!(name(&places, Identity::ById("google-pp-three".into())), None);
     }
 
     #[test]
