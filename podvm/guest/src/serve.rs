@@ -235,6 +235,7 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), controls));
     let reporting = tokio::spawn(control::report(parts.agent.clone(), status.clone(), handle.clone()));
+    let noticing = tokio::spawn(sources::notice::watch(sources, status.clone()));
 
     let link = underlay::Link::new(None);
     let watching = tokio::spawn(watch_underlay(control.clone(), handle.clone(), link.subscribe()));
@@ -248,7 +249,7 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
         node_endpoints: control.person.node_endpoints.subscribe(),
     };
     supervisor.run(&handle, links).await;
-    for task in [restore, answering, reporting, watching] {
+    for task in [restore, answering, reporting, noticing, watching] {
         task.abort();
     }
     drop(endpoint.await);

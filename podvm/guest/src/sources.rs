@@ -21,6 +21,7 @@ use crate::files;
 
 mod disk;
 pub(crate) mod http;
+pub(crate) mod notice;
 
 /// Directory of the copies in the VM image.
 pub(crate) const FOLDER: &str = "/etc/peerpod/sources";
@@ -44,6 +45,9 @@ pub(crate) struct Source {
     /// Places of user-data, in this order.
     #[serde(default)]
     user_data: Vec<Place>,
+    /// Announcements that the cloud takes the VM back, asked in this order.
+    #[serde(default)]
+    notice: Vec<notice::SpotNotice>,
     #[serde(default)]
     metadata: Metadata,
 }
@@ -75,14 +79,7 @@ enum Kind {
     /// Label, and path on the disk.
     Disk(String, PathBuf),
     FwCfg(String),
-    Http(http::Get, Option<Token>),
-}
-
-/// Token that a metadata service demands before it answers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Token {
-    put: http::Get,
-    send_as: String,
+    Http(http::Request),
 }
 
 /// Access of pods to the cloud's metadata service.
@@ -105,18 +102,9 @@ struct Written {
     http: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
-    token: Option<WrittenToken>,
+    token: Option<http::WrittenToken>,
     #[serde(default)]
     encoding: Encoding,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct WrittenToken {
-    put: String,
-    #[serde(default)]
-    headers: BTreeMap<String, String>,
-    send_as: String,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -139,7 +127,8 @@ impl TryFrom<Written> for Place {
         }
         let relative =
             |path: &Path| path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        let kind = match (written.file, written.disk.zip(written.path), written.fw_cfg, written.http) {
+        let Written { file, disk, path, fw_cfg, http, headers, token, encoding } = written;
+        let kind = match (file, disk.zip(path), fw_cfg, http) {
             (Some(file), None, None, None) if file.is_absolute() => Kind::File(file),
             (Some(_), None, None, None) => return Err("`file` must be an absolute path".to_owned()),
             (None, Some((label, path)), None, None) if relative(&path) => Kind::Disk(label, path),
@@ -148,17 +137,12 @@ impl TryFrom<Written> for Place {
             (None, None, Some(_), None) => {
                 return Err("`fw-cfg` is a name like opt/org.example/data".to_owned());
             }
-            (None, None, None, Some(url)) => {
-                let token = written.token.map(|token| -> Result<Token, String> {
-                    let put = http::Get::new(&token.put, token.headers)?;
-                    http::check_header(&token.send_as, "")?;
-                    Ok(Token { put, send_as: token.send_as })
-                });
-                Kind::Http(http::Get::new(&url, written.headers)?, token.transpose()?)
+            (None, None, None, Some(url)) => Kind::Http(http::Request::new(&url, headers, token)?),
+            _ => {
+                return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
             }
-            _ => return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned()),
         };
-        Ok(Place { kind, base64: written.encoding == Encoding::Base64 })
+        Ok(Place { kind, base64: encoding == Encoding::Base64 })
     }
 }
 
@@ -189,6 +173,9 @@ impl Source {
         source.name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         if source.when.iter().any(|when| *when == When::default()) {
             return Err(wrong("an empty [[when]] is true everywhere: leave it out"));
+        }
+        if source.when.is_empty() && !source.notice.is_empty() {
+            return Err(wrong("[[notice]] needs a [[when]]: other clouds are never asked"));
         }
         let is_name = |name: &String| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         if !source.when.iter().flat_map(|when| when.dmi.keys()).all(is_name) {
@@ -240,7 +227,7 @@ impl std::fmt::Display for Place {
             Kind::File(path) => write!(f, "{}", path.display()),
             Kind::Disk(label, path) => write!(f, "{} on the disk {label:?}", path.display()),
             Kind::FwCfg(name) => write!(f, "fw_cfg {name}"),
-            Kind::Http(get, _) => write!(f, "{get}"),
+            Kind::Http(request) => write!(f, "{request}"),
         }
     }
 }
@@ -256,7 +243,7 @@ impl Place {
                     blocking(move || read_file(&Path::new(FW_CFG).join(name).join("raw"))).await
                 }
                 Kind::Disk(label, path) => blocking(move || disk::read(&label, &path)).await,
-                Kind::Http(get, token) => ask(&get, token.as_ref()).await.map(Some),
+                Kind::Http(request) => request.send().await.map(Some),
             }
         };
         let found = timeout(PATIENCE, read).await.map_err(|_| format!("no answer within {PATIENCE:?}"))??;
@@ -268,19 +255,6 @@ impl Place {
             found => Ok(found),
         }
     }
-}
-
-async fn ask(get: &http::Get, token: Option<&Token>) -> Result<Vec<u8>, String> {
-    let shown = match token {
-        Some(token) => {
-            let value = token.put.send("PUT", None).await.map_err(|why| format!("its token: {why}"))?;
-            let value = String::from_utf8(value).ok().map(|value| value.trim().to_owned());
-            let value = value.filter(|value| http::check_header(&token.send_as, value).is_ok());
-            Some((token.send_as.as_str(), value.ok_or("its token is no text")?))
-        }
-        None => None,
-    };
-    get.send("GET", shown.as_ref().map(|(name, value)| (*name, value.as_str()))).await
 }
 
 async fn blocking(
@@ -390,6 +364,10 @@ mod tests {
             (place("http = 'https://169.254.169.254/x'"), "http://"),
             (place("http = 'http://1.2.3.4/x'\nheaders = { A = \"b\\r\\nC: d\" }"), "header"),
             (place("file = '/a'\nencoding = 'rot13'"), "rot13"),
+            (
+                parse("version = 1\n[[notice]]\nhttp = 'http://1.2.3.4/x'\ntext = 'y'").unwrap_err(),
+                "[[when]]",
+            ),
         ] {
             assert!(error.contains(named) && error.contains("cloud.json"), "{named}: {error}");
         }

@@ -175,6 +175,13 @@ impl Status {
         }
     }
 
+    /// Reports that the cloud takes the VM back at this time since 1970. The node gets the status at once.
+    pub(crate) fn reclaimed(&self, at: Duration) {
+        // 0 means that there is no notice.
+        self.lock().reclaimed_at_unix_ms = u64::try_from(at.as_millis()).unwrap_or(u64::MAX).max(1);
+        self.said.notify_one();
+    }
+
     /// Sets the note of a subject; `None` removes it.
     pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
         let mut notes = self.notes.lock();

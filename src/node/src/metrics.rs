@@ -135,7 +135,7 @@ impl SandboxMetrics {
                 node,
                 "kind",
                 "vm_notices",
-                "Events of pods' VMs from the provider: interruption (the cloud reclaims the VM), ended",
+                "Events of pods' VMs from the provider or the VM: interruption (the cloud reclaims the VM), ended",
             ),
             batches: add(node, "batch_size", "VMs requested by one call for several sandboxes", sizes),
             quarantined: register(node, "quarantined", "Ledger or inbox files set aside"),

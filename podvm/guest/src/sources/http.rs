@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 
+use serde::Deserialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -17,8 +18,68 @@ const MAX_ANSWER: usize = MAX_HEAD + 2 * LIMIT as usize;
 const MOST_HEADERS: usize = 64;
 const TOO_LARGE: &str = "the answer is too large to be user-data";
 
+/// Request to a metadata service, with the token that some services demand first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Get {
+pub(crate) struct Request {
+    get: Get,
+    token: Option<Token>,
+}
+
+/// Token that a metadata service demands before it answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Token {
+    put: Get,
+    send_as: String,
+}
+
+/// A token in a cloud's description.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct WrittenToken {
+    put: String,
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+    send_as: String,
+}
+
+impl Request {
+    /// Makes a request from a cloud's description. The error names the part that is wrong.
+    pub(crate) fn new(
+        url: &str,
+        headers: BTreeMap<String, String>,
+        token: Option<WrittenToken>,
+    ) -> Result<Request, String> {
+        let token = token.map(|token| -> Result<Token, String> {
+            let put = Get::new(&token.put, token.headers)?;
+            check_header(&token.send_as, "")?;
+            Ok(Token { put, send_as: token.send_as })
+        });
+        Ok(Request { get: Get::new(url, headers)?, token: token.transpose()? })
+    }
+
+    /// Returns the body of the answer. The error names the reason, without any of the content.
+    pub(crate) async fn send(&self) -> Result<Vec<u8>, String> {
+        let shown = match &self.token {
+            Some(token) => {
+                let value = token.put.send("PUT", None).await.map_err(|why| format!("its token: {why}"))?;
+                let value = String::from_utf8(value).ok().map(|value| value.trim().to_owned());
+                let value = value.filter(|value| check_header(&token.send_as, value).is_ok());
+                Some((token.send_as.as_str(), value.ok_or("its token is no text")?))
+            }
+            None => None,
+        };
+        self.get.send("GET", shown.as_ref().map(|(name, value)| (*name, value.as_str()))).await
+    }
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get.fmt(f)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Get {
     target: SocketAddr,
     host: String,
     path: String,
@@ -32,7 +93,7 @@ impl fmt::Display for Get {
 }
 
 /// Checks that a header contains nothing that would end its line.
-pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
+fn check_header(name: &str, value: &str) -> Result<(), String> {
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     let fits =
         !name.is_empty() && name.bytes().all(is_token) && value.bytes().all(|b| (0x20..0x7f).contains(&b));
@@ -44,7 +105,7 @@ pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Get {
-    pub(crate) fn new(url: &str, headers: BTreeMap<String, String>) -> Result<Get, String> {
+    fn new(url: &str, headers: BTreeMap<String, String>) -> Result<Get, String> {
         let rest =
             url.strip_prefix("http://").ok_or_else(|| format!("{url:?} does not begin with http://"))?;
         let at = rest.find('/').ok_or_else(|| format!("{url:?} has no path"))?;
@@ -60,7 +121,7 @@ impl Get {
     }
 
     /// Sends the request, and waits for the whole answer. The error names the reason for a missing one.
-    pub(crate) async fn send(&self, method: &str, also: Option<(&str, &str)>) -> Result<Vec<u8>, String> {
+    async fn send(&self, method: &str, also: Option<(&str, &str)>) -> Result<Vec<u8>, String> {
         let mut stream =
             TcpStream::connect(self.target).await.map_err(|error| format!("connect: {error}"))?;
         let agent = concat!("peerpod-guest/", env!("CARGO_PKG_VERSION"));

@@ -1,14 +1,16 @@
-//! Reads the guest's status while its pod runs: the path MTU to the node, and deviations of the pod's network from the
-//! plan. The status only feeds logs and metrics; no decision depends on it. The number of log lines is bounded, so that
-//! a guest with ever-changing reports does not fill the log.
+//! Reads the guest's status while its pod runs: the path MTU to the node, deviations of the pod's network from the plan,
+//! and the cloud's notice that it takes the VM back. The status only feeds logs, metrics and an Event; no decision depends
+//! on it. The number of log lines is bounded, so that a guest with ever-changing reports does not fill the log.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::{Duration, UNIX_EPOCH};
 
 use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
 use crate::sandbox::lifecycle::{Phase, Task, clip};
+use crate::sandbox::vm::events::interruption;
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_LOGGED: u32 = 64;
@@ -22,6 +24,8 @@ pub(crate) struct Reports {
     path: Option<Path>,
     notes: Vec<String>,
     logged: u32,
+    /// Whether the guest reported that the cloud takes the VM back. Only its first report counts.
+    reclaimed: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +36,7 @@ struct Path {
 
 impl Task {
     pub(crate) fn read_reports(&mut self) {
-        let Phase::Running { .. } = self.record.phase else { return };
+        let Phase::Running { vm } = &self.record.phase else { return };
         let Some(plan) = &self.guest.plan else { return };
         let planned = plan.network.interfaces.first().map_or(0, |interface| interface.mtu);
         let status = {
@@ -46,6 +50,11 @@ impl Task {
             Status::parse_from_bytes(&guest.status).unwrap_or_default()
         };
         let path = judge(&plan.network, &status);
+        if status.reclaimed_at_unix_ms > 0 && !std::mem::replace(&mut self.guest.reports.reclaimed, true) {
+            let at = UNIX_EPOCH + Duration::from_millis(status.reclaimed_at_unix_ms);
+            let event = interruption(&self.metrics, vm, at);
+            self.tell(event.reason, event.text);
+        }
         if path.is_some() && path != self.guest.reports.path {
             self.log_path(path);
         }

@@ -1,6 +1,7 @@
-//! Tests how a sandbox follows changes around a running pod's network.
+//! Tests how a sandbox follows changes around a running pod's network, and the reports of its guest.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::node::*;
 use super::world::*;
@@ -162,5 +163,40 @@ async fn a_narrow_path_is_counted_once_and_guest_reports_are_bounded() {
     }
     settled(&node, &world).await;
     assert!(node.metrics.guests.paths.get("narrow") < 100, "{}", node.metrics.guests.paths.get("narrow"));
+    node.kill().await;
+}
+
+/// Checks the Event, the count and the bound of a notice that only the VM gets.
+#[tokio::test(start_paused = true)]
+async fn a_guest_reports_once_that_the_cloud_takes_its_vm_back() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.run("b").await;
+    let counted = |node: &Node| node.metrics.sandboxes.notices.get("interruption");
+    let events = || {
+        let said = world.state().said.clone();
+        let texts = said.into_iter().filter(|(_, reason, _)| *reason == "VMInterruption");
+        texts.map(|(pod, _, text)| (pod, text)).collect::<Vec<_>>()
+    };
+    node.fx.is_reclaimed("a", 0);
+    settled(&node, &world).await;
+    assert_eq!((counted(&node), events().len()), (0, 0), "no notice");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let now = u64::try_from(now.as_millis()).unwrap();
+    node.fx.is_reclaimed("a", now + 3_600_000);
+    node.until("told", |node| counted(node) == 1).await;
+    for other in [u64::MAX, 1, now] {
+        node.fx.is_reclaimed("a", other);
+        settled(&node, &world).await;
+    }
+    let told = events();
+    let [(pod, text)] = &told[..] else { panic!("{told:?}") };
+    assert_eq!((counted(&node), pod.as_str()), (1, "default/pod-a"));
+    assert!(text.contains("the cloud reclaims this pod's VM i-") && text.contains(" in 3"), "{text}");
+    // The guest of another sandbox may lie about the time.
+    node.fx.is_reclaimed("b", u64::MAX);
+    node.until("told", |node| counted(node) == 2).await;
+    assert_eq!((node.phase("a").as_str(), node.phase("b").as_str()), ("running", "running"));
     node.kill().await;
 }

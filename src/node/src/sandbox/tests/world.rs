@@ -516,6 +516,14 @@ impl Fake {
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
 
+    /// Makes the guest report that the cloud takes its VM back at this time.
+    pub(super) fn is_reclaimed(&self, id: &str, at_unix_ms: u64) {
+        let mut status = peerpod_proto::guest::Status::new();
+        status.reclaimed_at_unix_ms = at_unix_ms;
+        let status = protobuf::Message::write_to_bytes(&status).unwrap();
+        self.guest_sender(id).send_modify(|guest| guest.status = status);
+    }
+
     /// Makes the guest report the bytes that it has not written back yet.
     pub(super) fn has_unwritten(&self, id: &str, bytes: u64) {
         let mut status = peerpod_proto::guest::Status::new();

@@ -1,16 +1,27 @@
-//! Posts Events for VMs that the cloud will reclaim (logged and counted), refused creates and failed handovers.
+//! Posts Events for VMs that the cloud will reclaim (logged and counted), refused creates and failed handovers. The
+//! provider reports that the cloud will reclaim a VM, or the VM's guest does.
 
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use peerpod_provider_api::InstanceId;
-use tracing::{info, warn};
+use tracing::{info, info_span, warn};
 
+use crate::metrics::Metrics;
 use crate::sandbox::Sandboxes;
 use crate::sandbox::error::Error;
 use crate::sandbox::lifecycle::clip;
 use crate::sandbox::ports::PodEvent;
 use crate::spec::{PodRef, SandboxId};
+
+/// Logs and counts that the cloud will reclaim a pod's VM at the time `at`; returns the Event for the pod.
+pub(crate) fn interruption(metrics: &Metrics, vm: &InstanceId, at: SystemTime) -> PodEvent {
+    let left = at.duration_since(SystemTime::now()).unwrap_or_default();
+    warn!(%vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
+    metrics.sandboxes.notices.count("interruption");
+    let text = format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
+    PodEvent { reason: "VMInterruption", text }
+}
 
 impl Sandboxes {
     /// Reports that the cloud will reclaim the VM at the time `at`.
@@ -19,12 +30,9 @@ impl Sandboxes {
             info!(%vm, "the cloud reclaims a VM that belongs to no sandbox");
             return;
         };
-        let left = at.duration_since(SystemTime::now()).unwrap_or_default();
-        warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
-        self.0.metrics.sandboxes.notices.count("interruption");
-        let text =
-            format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
-        self.tell(&id, "VMInterruption", text);
+        let span = info_span!("sandbox", sandbox = %id, pod = &*pod);
+        let event = span.in_scope(|| interruption(&self.0.metrics, vm, at));
+        self.tell(&id, event);
     }
 
     /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
@@ -41,10 +49,10 @@ impl Sandboxes {
         self.0.ports.kubernetes.tell(&pod, PodEvent { reason: "TakeOverFailed", text: why });
     }
 
-    fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
+    fn tell(&self, id: &SandboxId, event: PodEvent) {
         let pod = self.state().task(id).and_then(|running| running.pod.clone());
         if let Some((namespace, name)) = pod {
-            self.0.ports.kubernetes.tell(&PodRef { namespace, name, uid: None }, PodEvent { reason, text });
+            self.0.ports.kubernetes.tell(&PodRef { namespace, name, uid: None }, event);
         }
     }
 
