@@ -35,6 +35,8 @@ const FIRST_WORD: Duration = Duration::from_secs(3);
 /// Longest wait for the remaining mounts of pid 1.
 const MOUNTED: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
+/// Copy of user-data in the state directory, where their place was overwritten.
+const KEPT_USER_DATA: &str = "user-data";
 /// Longest wait of everything else for the NICs' address requests: it can run while they wait for an answer.
 const ASKED: Duration = Duration::from_millis(150);
 
@@ -221,7 +223,8 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     for error in wrong {
         tracing::error!(error, "sources of user-data");
     }
-    let user_data = user_data::wait(&settings.user_data, &sources).await;
+    let kept = settings.state_dir.join(KEPT_USER_DATA);
+    let user_data = user_data::wait(&settings.user_data, &sources, &kept).await;
     status.done(stage);
     if control.person.is_new {
         parts.lease.set_length(Duration::from_secs(u64::from(user_data.lease_seconds)));

@@ -20,6 +20,7 @@ use tokio::time::timeout;
 use crate::files;
 
 mod disk;
+mod guestinfo;
 pub(crate) mod http;
 pub(crate) mod notice;
 
@@ -65,7 +66,7 @@ struct When {
     disk: Option<String>,
 }
 
-/// Place of user-data: one of `file`, `disk`, `fw-cfg`, `http`.
+/// Place of user-data: one of `file`, `disk`, `fw-cfg`, `guestinfo`, `http`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "Written")]
 pub(crate) struct Place {
@@ -79,6 +80,8 @@ enum Kind {
     /// Label, and path on the disk.
     Disk(String, PathBuf),
     FwCfg(String),
+    /// Variable that VMware shares with the VM.
+    GuestInfo(String),
     Http(http::Request),
 }
 
@@ -99,6 +102,7 @@ struct Written {
     disk: Option<String>,
     path: Option<PathBuf>,
     fw_cfg: Option<String>,
+    guestinfo: Option<String>,
     http: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
@@ -125,25 +129,38 @@ impl TryFrom<Written> for Place {
         if written.disk.is_some() != written.path.is_some() {
             return Err("`disk` needs a `path` on it, and no other kind has one".to_owned());
         }
+        if written.guestinfo.is_some() && written.encoding != Encoding::Plain {
+            return Err("`guestinfo` has its encoding in a variable of its own".to_owned());
+        }
         let relative =
             |path: &Path| path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        let Written { file, disk, path, fw_cfg, http, headers, token, encoding } = written;
-        let kind = match (file, disk.zip(path), fw_cfg, http) {
-            (Some(file), None, None, None) if file.is_absolute() => Kind::File(file),
-            (Some(_), None, None, None) => return Err("`file` must be an absolute path".to_owned()),
-            (None, Some((label, path)), None, None) if relative(&path) => Kind::Disk(label, path),
-            (None, Some(_), None, None) => return Err("`path` counts from the disk's root".to_owned()),
-            (None, None, Some(name), None) if relative(Path::new(&name)) => Kind::FwCfg(name),
-            (None, None, Some(_), None) => {
+        let Written { file, disk, path, fw_cfg, guestinfo, http, headers, token, encoding } = written;
+        let kind = match (file, disk.zip(path), fw_cfg, guestinfo, http) {
+            (Some(file), None, None, None, None) if file.is_absolute() => Kind::File(file),
+            (Some(_), None, None, None, None) => return Err("`file` must be an absolute path".to_owned()),
+            (None, Some((label, path)), None, None, None) if relative(&path) => Kind::Disk(label, path),
+            (None, Some(_), None, None, None) => return Err("`path` counts from the disk's root".to_owned()),
+            (None, None, Some(name), None, None) if relative(Path::new(&name)) => Kind::FwCfg(name),
+            (None, None, Some(_), None, None) => {
                 return Err("`fw-cfg` is a name like opt/org.example/data".to_owned());
             }
-            (None, None, None, Some(url)) => Kind::Http(http::Request::new(&url, headers, token)?),
+            (None, None, None, Some(name), None) if is_variable(&name) => Kind::GuestInfo(name),
+            (None, None, None, Some(_), None) => {
+                return Err("`guestinfo` is a name like guestinfo.userdata".to_owned());
+            }
+            (None, None, None, None, Some(url)) => Kind::Http(http::Request::new(&url, headers, token)?),
             _ => {
-                return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
+                return Err("a source is one of `file`, `disk`, `fw-cfg`, `guestinfo`, `http`".to_owned());
             }
         };
         Ok(Place { kind, base64: encoding == Encoding::Base64 })
     }
+}
+
+/// Returns whether a name is that of a variable, and one word of a request.
+fn is_variable(name: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+    name.starts_with("guestinfo.") && name.len() <= 128 && name.bytes().all(fits)
 }
 
 impl Source {
@@ -227,6 +244,7 @@ impl std::fmt::Display for Place {
             Kind::File(path) => write!(f, "{}", path.display()),
             Kind::Disk(label, path) => write!(f, "{} on the disk {label:?}", path.display()),
             Kind::FwCfg(name) => write!(f, "fw_cfg {name}"),
+            Kind::GuestInfo(name) => write!(f, "VMware's {name}"),
             Kind::Http(request) => write!(f, "{request}"),
         }
     }
@@ -243,6 +261,9 @@ impl Place {
                     blocking(move || read_file(&Path::new(FW_CFG).join(name).join("raw"))).await
                 }
                 Kind::Disk(label, path) => blocking(move || disk::read(&label, &path)).await,
+                Kind::GuestInfo(name) => {
+                    blocking(move || guestinfo::read(&mut guestinfo::dial()?, &name)).await
+                }
                 Kind::Http(request) => request.send().await.map(Some),
             }
         };
@@ -254,6 +275,17 @@ impl Place {
             }
             found => Ok(found),
         }
+    }
+
+    /// Returns whether every process of the VM can read the place, also those of the pod.
+    pub(crate) fn is_exposed(&self) -> bool {
+        matches!(self.kind, Kind::GuestInfo(_))
+    }
+
+    /// Overwrites an exposed place.
+    pub(crate) async fn erase(&self) -> Result<(), String> {
+        let Kind::GuestInfo(name) = self.kind.clone() else { return Ok(()) };
+        blocking(move || guestinfo::erase(&mut guestinfo::dial()?, &name).map(|()| None)).await.map(drop)
     }
 }
 
@@ -328,23 +360,22 @@ mod tests {
     }
 
     #[test]
-    fn sources_of_other_clouds_can_be_described() {
-        let azure = "
+    fn a_cloud_can_open_its_service_to_pods_and_share_variables() {
+        let vsphere = "
             version = 1
             [[when]]
-            dmi = { chassis_asset_tag = '7783-7084-3265-9085-8269-3286-77', sys_vendor = 'Microsoft*' }
+            dmi = { sys_vendor = 'VMware, Inc.' }
             [[user-data]]
-            http = 'http://169.254.169.254/metadata/instance/compute/userData?api-version=2021-01-01&format=text'
-            headers = { Metadata = 'true' }
-            encoding = 'base64'
+            guestinfo = 'guestinfo.userdata'
             [metadata]
             addresses = ['169.254.169.254', '168.63.129.16']
             open-to-pods = true";
-        let source = parse(azure).unwrap();
+        let source = parse(vsphere).unwrap();
         assert_eq!(source.name, "cloud");
         assert_eq!((source.closed_to_pods().len(), source.open_to_pods().len()), (0, 2));
         assert!(!source.is_here(), "the tests do not run there");
-        assert!(source.places()[0].to_string().contains("169.254.169.254"));
+        let [place] = source.places() else { panic!("{source:?}") };
+        assert_eq!((place.is_exposed(), place.to_string().as_str()), (true, "VMware's guestinfo.userdata"));
     }
 
     #[test]
@@ -360,6 +391,9 @@ mod tests {
             (place("disk = 'cidata'"), "path"),
             (place("disk = 'cidata'\npath = '../x'"), "root"),
             (place("fw-cfg = '/etc/shadow'"), "a name like"),
+            (place("guestinfo = 'userdata'"), "like guestinfo.userdata"),
+            (place("guestinfo = 'guestinfo.userdata x'"), "like guestinfo.userdata"),
+            (place("guestinfo = 'guestinfo.userdata'\nencoding = 'base64'"), "variable of its own"),
             (place("http = 'http://metadata.example/x'"), "by its address"),
             (place("http = 'https://169.254.169.254/x'"), "http://"),
             (place("http = 'http://1.2.3.4/x'\nheaders = { A = \"b\\r\\nC: d\" }"), "header"),

@@ -4,15 +4,16 @@
 //! filled). The guest searches until the lease ends, and logs a fault once, not at every attempt.
 //!
 //! The file stays in place: it is read-only in most clouds, and the ticket in it is worthless after its first use. The
-//! ticket stays valid for the same key, so a guest that lost its certificate can claim it again.
+//! ticket stays valid for the same key, so a guest that lost its certificate can claim it again. A place that the pod's
+//! processes could read is overwritten. The guest's state then has a copy, for the next run of this program.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use peerpod_link::user_data::{MAX_LEN, UserData, UserDataError};
 
 use crate::files;
-use crate::sources::Source;
+use crate::sources::{Place, Source};
 
 const POLL: Duration = Duration::from_millis(50);
 
@@ -20,8 +21,11 @@ const POLL: Duration = Duration::from_millis(50);
 const AGAIN: Duration = Duration::from_millis(250);
 
 /// Waits until one of the files, or a place of the detected cloud, holds usable user-data. Returns only on success: the
-/// caller's lease ends the wait otherwise.
-pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> UserData {
+/// caller's lease ends the wait otherwise. `kept` is the path of the copy.
+pub(crate) async fn wait(files: &[PathBuf], sources: &[Source], kept: &Path) -> UserData {
+    if let Ok(data) = inspect(&[kept.to_owned()]) {
+        return data;
+    }
     let mut said = String::new();
     loop {
         let mut why = match inspect(files) {
@@ -38,6 +42,9 @@ pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> UserData {
                 match found {
                     Ok(data) => {
                         tracing::info!(cloud = source.name, %place, "found user-data");
+                        if place.is_exposed() {
+                            hide(place, &data, kept).await;
+                        }
                         return data;
                     }
                     Err(reason) => why += &format!("; {} {place}: {reason}", source.name),
@@ -50,6 +57,19 @@ pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> UserData {
             said = why;
         }
         tokio::time::sleep(pause).await;
+    }
+}
+
+/// Keeps a copy of user-data, and overwrites their place.
+async fn hide(place: &Place, data: &UserData, kept: &Path) {
+    let written = files::write(kept, data.to_json().as_bytes()).map_err(|error| error.to_string());
+    let hidden = match written {
+        Ok(()) => place.erase().await,
+        // Without a copy, the next run of this program needs the place.
+        failed => failed,
+    };
+    if let Err(error) = hidden {
+        tracing::warn!(error, %place, "cannot overwrite user-data: the pod's processes can read them");
     }
 }
 
@@ -98,7 +118,8 @@ mod tests {
         let json = sample().to_json();
         let waiting = tokio::spawn({
             let places = places.clone();
-            async move { wait(&places, &[]).await }
+            let kept = dir.path().join("kept");
+            async move { wait(&places, &[], &kept).await }
         });
         for part in ["", " ", &json[..40], &json] {
             assert!(!waiting.is_finished());
@@ -106,6 +127,15 @@ mod tests {
             tokio::time::sleep(POLL * 2).await;
         }
         let found = tokio::time::timeout(Duration::from_secs(5), waiting).await.unwrap().unwrap();
+        assert_eq!(found, sample());
+    }
+
+    #[tokio::test]
+    async fn a_copy_serves_the_next_run() {
+        let dir = TempDir::new();
+        let kept = dir.path().join("kept");
+        std::fs::write(&kept, sample().to_json()).unwrap();
+        let found = tokio::time::timeout(Duration::from_secs(5), wait(&[], &[], &kept)).await.unwrap();
         assert_eq!(found, sample());
     }
 
