@@ -3,8 +3,10 @@
 
 pub mod filter;
 
+use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::sandboxes::Attached;
 use crate::socket::{self, Bound};
+use crate::store::Record;
 
 /// Time for which the socket of a removed sandbox closes connections. A late shim was seen to dial within 1.2 s.
 const LINGER: Duration = Duration::from_secs(3);
@@ -96,6 +99,30 @@ impl Drop for AgentSocket {
         if let Some(folder) = self.path.parent() {
             // A folder that is not empty is also used by another program.
             drop(std::fs::remove_dir(folder));
+        }
+    }
+}
+
+/// Removes the sockets of sandboxes without a record: a relay was killed within [`LINGER`] after their removal. No other
+/// process may serve `run_dir` meanwhile. A socket that cannot be removed costs a late shim some time, and nothing else.
+pub(crate) fn sweep(run_dir: &Path, records: &[Record]) {
+    let kept: HashSet<&Path> = records.iter().map(|record| record.agent_socket.as_path()).collect();
+    let folders = match std::fs::read_dir(run_dir.join("pods")) {
+        Ok(folders) => folders,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+        Err(error) => return tracing::warn!(%error, "cannot look for sockets of removed sandboxes"),
+    };
+    for folder in folders.flatten().map(|folder| folder.path()) {
+        let path = folder.join("agent.ttrpc");
+        let is_socket = std::fs::symlink_metadata(&path).is_ok_and(|there| there.file_type().is_socket());
+        if !is_socket || kept.contains(path.as_path()) {
+            continue;
+        }
+        match std::fs::remove_file(&path).and_then(|()| std::fs::remove_dir(&folder)) {
+            Ok(()) => tracing::info!(socket = %path.display(), "socket of a removed sandbox deleted"),
+            Err(error) => {
+                tracing::warn!(socket = %path.display(), %error, "socket of a removed sandbox not deleted");
+            }
         }
     }
 }

@@ -42,7 +42,7 @@ use crate::sandboxes::{Prepared, Sandboxes};
 use crate::socket::Bound as Socket;
 use crate::store::{Identity, Record, Store};
 use crate::wireguard::{self, WireGuard};
-use crate::{fd_handoff, guest_dialer, guests};
+use crate::{agent, fd_handoff, guest_dialer, guests};
 
 /// Time limit for the node's calls to end when the relay stops.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
@@ -96,6 +96,7 @@ pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
             let core = Core::new(States::new(epoch()?), store, inbox);
             let (identity, records) = core.read().await?;
             core.know(identity, &records);
+            agent::sweep(run_dir, &records);
             core.sandboxes.restore(records).await;
             let named = sockets.copies().map_err(path_error("copy the descriptors of", run_dir))?;
             core.serve(&config, sockets, named, hypervisor::Restored::default()).await

@@ -10,7 +10,8 @@ use common::Raw;
 use nix::libc;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use peerpod_proto::relay::PutSandboxRequest;
+use peerpod_proto::relay::{DeleteSandboxRequest, PutSandboxRequest};
+use peerpod_proto::relay_ttrpc::RelayClient;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 use sha2::{Digest, Sha256};
 
@@ -71,6 +72,17 @@ async fn stop_is_answered(base: &Path) {
     assert_eq!(shim.answer().await.code, 0);
 }
 
+async fn put(client: &RelayClient, id: &str, agent_socket: &Path) {
+    let request = PutSandboxRequest {
+        id: id.into(),
+        agent_socket: agent_socket.to_str().unwrap().into(),
+        guest_certificates: vec![Sha256::digest(id).to_vec()],
+        pod: format!("shop/{id}"),
+        ..Default::default()
+    };
+    client.put_sandbox(Default::default(), &request).await.unwrap();
+}
+
 #[tokio::test]
 async fn it_serves_without_rights_and_stops_on_sigterm() {
     let base = folder("term");
@@ -99,11 +111,26 @@ async fn a_killed_relay_is_replaced_at_the_same_sockets() {
     let base = folder("kill");
     let mut relay = Relay::start(&base);
     stop_is_answered(&base).await;
+    let client = common::client(&base.join("run/relay.sock"));
+    let socket = |id: &str| base.join(format!("run/pods/{id}/agent.ttrpc"));
+    for id in ["kept", "removed"] {
+        put(&client, id, &socket(id)).await;
+    }
+    let request = DeleteSandboxRequest { id: "removed".into(), ..Default::default() };
+    client.delete_sandbox(Default::default(), &request).await.unwrap();
+    // A relay that is killed right after the removal cannot delete the socket, which late shims may dial.
     relay.signal(Signal::SIGKILL);
     relay.exit_code();
     assert!(base.join("run/hypervisor.sock").exists());
+    assert!(socket("removed").exists());
+    // This file is no socket, so the relay did not make it.
+    std::fs::create_dir(base.join("run/pods/foreign")).unwrap();
+    std::fs::write(socket("foreign"), "").unwrap();
     let mut next = Relay::start(&base);
     stop_is_answered(&base).await;
+    assert!(!socket("removed").parent().unwrap().exists());
+    assert!(socket("foreign").exists());
+    Raw::connect(&socket("kept")).await;
     next.signal(Signal::SIGINT);
     assert_eq!(next.exit_code(), Some(0));
     std::fs::remove_dir_all(base).unwrap();
@@ -177,14 +204,7 @@ async fn a_thousand_sandboxes_without_guests_are_small_and_served_again() {
     let client = common::client(&base.join("run/relay.sock"));
     let begun = Instant::now();
     for n in 0..1000 {
-        let request = PutSandboxRequest {
-            id: format!("s{n}"),
-            agent_socket: base.join(format!("run/pods/s{n}/agent.ttrpc")).to_str().unwrap().into(),
-            guest_certificates: vec![Sha256::digest(format!("{n}")).to_vec()],
-            pod: format!("shop/web-{n}"),
-            ..Default::default()
-        };
-        client.put_sandbox(Default::default(), &request).await.unwrap();
+        put(&client, &format!("s{n}"), &base.join(format!("run/pods/s{n}/agent.ttrpc"))).await;
     }
     let (took, full) = (begun.elapsed(), resident(&relay));
     println!("1000 sandboxes in {took:?}; {empty} KiB before, {full} KiB after");
