@@ -116,9 +116,9 @@ async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) ->
                 return Ok(None); // another process was faster
             }
             let blob = Blob(store.blob(&ids[at]));
-            retried(async || registry.save(layer, &blob.0).await).await?;
-            let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
-            say(&Event::Progress { text });
+            let name = format!("layer {} of {}", at + 1, image.layers.len());
+            retried(async || registry.save(&name, layer, &blob.0).await).await?;
+            say(&Event::Progress { text: format!("{name}: {} KiB", layer.size >> 10) });
             Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
         })
         .buffered(AT_ONCE)

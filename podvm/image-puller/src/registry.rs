@@ -18,10 +18,11 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde::Deserialize;
 
-use crate::Job;
 use crate::cause::{Cause, Error, disk, quote};
 use crate::credentials;
+use crate::process::say;
 use crate::stream::Packing;
+use crate::{Event, Job};
 
 /// Limit of layers per image; an overlay has no more.
 const MAX_LAYERS: usize = 128;
@@ -29,6 +30,8 @@ const MAX_LAYERS: usize = 128;
 const MAX_CONFIG: i64 = 8 << 20;
 const MAX_CA: u64 = 16 << 20;
 const CONNECT: Duration = Duration::from_secs(10);
+/// Bytes of a layer between two reports of its progress.
+const REPORTED: u64 = 64 << 20;
 /// Time limit of all small requests of one attempt together.
 const QUESTIONS: Duration = Duration::from_secs(60);
 
@@ -161,10 +164,21 @@ impl Registry {
         })
     }
 
-    /// Writes a layer's packed bytes to `path`; they have the digest of the manifest.
-    pub(crate) async fn save(&self, layer: &Layer, path: &Path) -> Result<(), Error> {
+    /// Writes a layer's packed bytes to `path`; they have the digest of the manifest. Reports the progress of a large
+    /// layer, which is `name` in the reports.
+    pub(crate) async fn save(&self, name: &str, layer: &Layer, path: &Path) -> Result<(), Error> {
         let mut file = File::create(path).map_err(disk("writing", path))?;
-        self.blob(&layer.descriptor, |part| file.write_all(part).map_err(disk("writing", path))).await
+        let (mut written, all) = (0, layer.size >> 20);
+        let take = |part: &[u8]| {
+            file.write_all(part).map_err(disk("writing", path))?;
+            let before = written;
+            written += part.len() as u64;
+            if before / REPORTED != written / REPORTED {
+                say(&Event::Progress { text: format!("{name}: {} of {all} MiB", written >> 20) });
+            }
+            Ok(())
+        };
+        self.blob(&layer.descriptor, take).await
     }
 
     /// Streams a blob; an error unless it has exactly the expected size and digest.
