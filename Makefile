@@ -113,7 +113,7 @@ test-kubernetes: setup image-minimal
 	tests/csi/build sidecars
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 test-csi: setup
@@ -128,7 +128,7 @@ bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture controller webhook
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture controller webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper; then
 # each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it

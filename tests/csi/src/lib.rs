@@ -25,10 +25,10 @@ pub fn long() -> bool {
     std::env::var_os("PEERPOD_TEST_LONG").is_some()
 }
 
-/// Prints a figure, and adds it to the summary file that `PEERPOD_BENCH` or `PEERPOD_TEST_BENCH` names, if one is set.
+/// Prints a figure, and adds it to the summary file that `PEERPOD_TEST_BENCH` names, if it is set.
 pub fn report(key: &str, value: f64) {
     println!("{key} = {value:.3}");
-    let named = ["PEERPOD_BENCH", "PEERPOD_TEST_BENCH"].iter().find_map(std::env::var_os);
+    let named = std::env::var_os("PEERPOD_TEST_BENCH");
     let Some(path) = named else { return };
     let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();

@@ -20,13 +20,13 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use std::{env, fs};
 
-/// Prints a figure, and adds it to the JSON file that `PEERPOD_BENCH` names.
+/// Prints a figure, and adds it to the JSON file that `PEERPOD_TEST_BENCH` names.
 ///
 /// # Errors
 /// When the file cannot be written.
 pub fn report(key: &str, value: f64) -> anyhow::Result<()> {
     println!("{key} = {value:.3}");
-    let Some(path) = env::var_os("PEERPOD_BENCH") else { return Ok(()) };
+    let Some(path) = env::var_os("PEERPOD_TEST_BENCH") else { return Ok(()) };
     let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let mut all: BTreeMap<String, f64> = before.unwrap_or_default();
     all.insert(key.to_owned(), value);

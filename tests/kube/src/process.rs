@@ -95,8 +95,6 @@ impl Process {
         let out = File::create(&log).with_context(|| format!("make {}", log.display()))?;
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(program).args(arguments).current_dir(folder);
-        // The daemons read variables of this prefix as settings, and this one is none.
-        command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = spawn(command, own_pids).with_context(|| format!("start {name}"))?;
         Ok(Process { name: name.to_owned(), child, log, cgroup: None })

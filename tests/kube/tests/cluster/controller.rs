@@ -1,7 +1,7 @@
 //! Tests `peerpod-cluster controller` against a real API server (with the garbage collector) and a cloud that outlives
 //! it.
 //!
-//! Counts are small. With `PEERPOD_TEST_LONG=1`, or `PEERPOD_BENCH=<file>` to which the figures are added, they are
+//! Counts are small. With `PEERPOD_TEST_LONG=1`, or `PEERPOD_TEST_BENCH=<file>` to which the figures are added, they are
 //! those that the project promises.
 
 use super::controller_world;
@@ -41,7 +41,7 @@ async fn the_controller() {
 }
 
 fn is_long() -> bool {
-    ["PEERPOD_TEST_LONG", "PEERPOD_BENCH"].iter().any(|name| std::env::var_os(name).is_some())
+    ["PEERPOD_TEST_LONG", "PEERPOD_TEST_BENCH"].iter().any(|name| std::env::var_os(name).is_some())
 }
 
 async fn peerpods_end(world: &World) {

@@ -1,6 +1,6 @@
 //! Tests `peerpod-cluster webhook` behind a real API server, registered as in `deploy/webhook/registration.yaml`.
 //!
-//! With `PEERPOD_BENCH=<file>` the figures are added to that file.
+//! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that file.
 
 use std::fs;
 use std::net::SocketAddr;
