@@ -27,6 +27,7 @@ const READY_WITHIN: Duration = Duration::from_secs(180);
 const ATTEMPTS: usize = 3;
 
 const API_SERVER: &str = "kube-apiserver";
+const ETCD: &str = "etcd";
 
 /// Settings of a cluster.
 #[derive(Clone, Debug, Default)]
@@ -51,8 +52,9 @@ pub struct Cluster {
     port: u16,
     ca: Vec<u8>,
     admin_token: String,
-    /// Flags of the API server, for a restart.
+    /// Flags of the API server and of etcd, for a restart.
     api_server: Vec<String>,
+    etcd: Vec<String>,
 }
 
 impl Cluster {
@@ -80,8 +82,15 @@ impl Cluster {
         let ca = certificates(&folder, options.node)?;
         let port = free_port()?;
         let admin_token = random()?;
-        let mut cluster =
-            Cluster { processes: Vec::new(), folder, port, ca, admin_token, api_server: Vec::new() };
+        let mut cluster = Cluster {
+            processes: Vec::new(),
+            folder,
+            port,
+            ca,
+            admin_token,
+            api_server: Vec::new(),
+            etcd: Vec::new(),
+        };
         let etcd = cluster.start_etcd()?;
         secret(
             &cluster.path("tokens.csv"),
@@ -109,7 +118,8 @@ impl Cluster {
             // The data need not survive a power cut.
             "--unsafe-no-fsync".to_owned(),
         ];
-        let etcd = Process::start("etcd", Path::new("etcd"), &flags, &self.folder);
+        self.etcd = flags.to_vec();
+        let etcd = Process::start(ETCD, Path::new("etcd"), &flags, &self.folder);
         self.processes
             .push(etcd.context("etcd is Debian's package etcd-server (scripts/setup installs it)")?);
         Ok(port)
@@ -204,6 +214,16 @@ impl Cluster {
         self.kill_api_server();
         let again = Process::start(API_SERVER, &servers()?, &self.api_server, &self.folder)?;
         self.processes.insert(0, again);
+        self.wait_ready().await
+    }
+
+    /// Kills etcd with SIGKILL, starts it with its data, and waits until the API server is ready.
+    ///
+    /// # Errors
+    /// When it does not become ready.
+    pub async fn restart_etcd(&mut self) -> Result<()> {
+        self.processes.retain(|process| process.name() != ETCD);
+        self.processes.push(Process::start(ETCD, Path::new("etcd"), &self.etcd, &self.folder)?);
         self.wait_ready().await
     }
 

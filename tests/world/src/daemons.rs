@@ -119,6 +119,28 @@ pub struct LedgerEntry {
 }
 
 impl LedgerEntry {
+    /// Returns the ledger in a node's state folder. A file that is not valid JSON is an entry with a null record.
+    pub fn read(state_dir: &Path) -> anyhow::Result<Vec<LedgerEntry>> {
+        let folder = state_dir.join("sandboxes");
+        let mut entries = Vec::new();
+        let listing = match fs::read_dir(&folder) {
+            Ok(listing) => listing,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(entries),
+            Err(error) => bail!("read {}: {error}", folder.display()),
+        };
+        for file in listing {
+            let path = file?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let id = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let record = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            entries.push(LedgerEntry { id, record: record.unwrap_or(Value::Null) });
+        }
+        entries.sort_by(|one, other| one.id.cmp(&other.id));
+        Ok(entries)
+    }
+
     /// Returns the phase's name, or the whole record if it has none.
     pub fn phase(&self) -> String {
         match &self.record["phase"] {
@@ -401,26 +423,9 @@ impl Daemons {
         self.world.node().run(fetch)?.with_context(|| format!("scrape peerpod-{daemon}"))
     }
 
-    /// Returns the node's ledger. A file that is not valid JSON is an entry with a null record.
+    /// Returns the node's ledger.
     pub fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
-        let folder = self.state_dir().join("sandboxes");
-        let mut entries = Vec::new();
-        let listing = match fs::read_dir(&folder) {
-            Ok(listing) => listing,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(entries),
-            Err(error) => bail!("read {}: {error}", folder.display()),
-        };
-        for file in listing {
-            let path = file?.path();
-            if path.extension().is_none_or(|extension| extension != "json") {
-                continue;
-            }
-            let id = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            let record = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-            entries.push(LedgerEntry { id, record: record.unwrap_or(Value::Null) });
-        }
-        entries.sort_by(|one, other| one.id.cmp(&other.id));
-        Ok(entries)
+        LedgerEntry::read(&self.state_dir())
     }
 
     /// Waits until the ledger has a tombstone for the sandbox, which the node writes when every resource is gone.

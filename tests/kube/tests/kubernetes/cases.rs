@@ -2,7 +2,7 @@
 
 mod claims;
 mod life;
-mod network;
+pub(crate) mod network;
 mod prints;
 mod rights;
 mod volumes;
@@ -12,13 +12,13 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use peerpod_world::eventually_blocking;
+use peerpod_world::{LedgerEntry, eventually_blocking};
 use serde_json::{Value, json};
 
 use crate::node::{ADDRESS, Node};
 
-/// Time limit of one step of a case, on a busy machine.
-const STEP: Duration = Duration::from_secs(90);
+/// Time limit of one step of a case, on a busy machine that emulates VMs.
+const STEP: Duration = Duration::from_secs(180);
 
 /// Pause between two looks at the cluster.
 const POLL: Duration = Duration::from_millis(100);
@@ -29,6 +29,9 @@ pub(crate) type Run = fn(&Case<'_>) -> anyhow::Result<()>;
 /// Every case with its name.
 pub(crate) const CASES: &[(&str, Run)] = &[
     ("run, logs", life::run_and_logs),
+    ("images: 1 GiB, and its progress in the log", rights::large_image),
+    ("cp: 200 MB there and back", life::large_copy),
+    ("port-forward: 100 MB", network::large_forward),
     ("logs -f until the end", life::follow),
     ("exec: output, exit codes", life::exec),
     ("exec: output after the end of the input", life::closed_stdin),
@@ -57,6 +60,8 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("attach with input", life::attach),
     ("kubectl run -i --rm", life::run_with_input),
     ("delete --force", life::forced_end),
+    ("eviction by the API", life::evicted),
+    ("eviction for a log beyond the ephemeral storage", rights::long_log),
     ("delete: SIGTERM ignored", life::ignored_term),
     ("postStart before the container is ready", life::post_start),
     ("postStart that fails", life::failed_post_start),
@@ -90,6 +95,8 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("claims: inline CSI volume", claims::inline),
     ("a missing secret for variables", volumes::missing_variable),
     ("hostNetwork is refused", rights::host_network),
+    ("hostPID", rights::host_pid),
+    ("AppArmor", rights::app_armor),
     ("allowPrivilegeEscalation: false", rights::no_new_privileges),
     ("a privileged container", rights::privileged),
     ("runAsNonRoot with an image of root", rights::root_refused),
@@ -97,6 +104,7 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("limits in the cgroup", rights::limits),
     ("stats/summary", rights::summary),
     ("metrics/resource", rights::resource_metrics),
+    ("kubectl top", rights::top),
     ("overhead of the runtime class", rights::overhead),
     ("capacity: a third pod waits", rights::capacity),
     ("six containers", rights::many_containers),
@@ -122,6 +130,25 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("pod: hostAliases, hostname, dnsConfig", prints::names),
     ("pod: shared process namespace", prints::processes),
 ];
+
+/// Cases of each kind, for CI and for VMs of libvirt.
+pub(crate) const OF_SLICE: [&str; 12] = [
+    "run, logs",
+    "exec: output, exit codes",
+    "exec: stdin",
+    "cp: 3 MB there and back",
+    "delete: preStop, SIGTERM, last lines",
+    "restart in the same VM, logs --previous",
+    "exit code and termination message",
+    "probes: exec, http, tcp; startup",
+    "config map and secret: live update",
+    "network: from node, runc pod, peer pod, service",
+    "port-forward",
+    "pod: runAsUser, fsGroup, supplementalGroups",
+];
+
+/// Cases of many minutes, for long runs.
+pub(crate) const LONG_CASES: &[(&str, Run)] = &[("volumes: token renewal", volumes::token_renewal)];
 
 /// A case in its namespace.
 pub(crate) struct Case<'a> {
@@ -262,10 +289,9 @@ impl<'a> Case<'a> {
     pub(crate) fn vms(&self) -> anyhow::Result<usize> {
         let namespace = format!("\"{}\"", self.namespace);
         let sandboxes = self.node.ledger()?;
-        Ok(sandboxes
-            .iter()
-            .filter(|entry| !entry.is_tombstone() && entry.record.to_string().contains(&namespace))
-            .count())
+        let is_ours =
+            |entry: &&LedgerEntry| !entry.is_tombstone() && entry.record.to_string().contains(&namespace);
+        Ok(sandboxes.iter().filter(is_ours).count())
     }
 
     /// Returns the output of a command in a pod's container, which must succeed.
@@ -291,8 +317,13 @@ impl<'a> Case<'a> {
 }
 
 fn is_ready(status: &Value) -> bool {
+    has_condition(status, "Ready")
+}
+
+/// Whether the status of a pod has a true condition of this type.
+pub(crate) fn has_condition(status: &Value, kind: &str) -> bool {
     let mut conditions = status["conditions"].as_array().into_iter().flatten();
-    conditions.any(|one| one["type"] == "Ready" && one["status"] == "True")
+    conditions.any(|one| one["type"] == kind && one["status"] == "True")
 }
 
 /// A script that ends when it is asked to.

@@ -2,13 +2,13 @@
 //! the minimal image with Kata's agent.
 
 use std::cell::RefCell;
+use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::mpsc;
-use std::thread;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, mpsc};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -18,16 +18,21 @@ use peerpod_world::{Libvirtd, World, binary, eventually_blocking};
 use serde_json::{Value, json};
 
 use crate::audit;
-use crate::cases::Case;
+use crate::cases::{CASES, Case, OF_SLICE};
+use crate::churn::come_and_go;
 use crate::images_common::{Image, Layer, PORT, Packing};
-use crate::node::{ADDRESS, Layout, Node};
+use crate::node::{ADDRESS, Layout, Node, SECOND, busybox};
 
 /// Namespace of the release.
 const NAMESPACE: &str = "peerpod-system";
 /// Time limit of a rollout, and of the start of a VM that is emulated.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// Port of the private registry.
-const PRIVATE: u16 = 5001;
+/// Bytes of a file that is copied into a pod during an upgrade.
+const COPIED: usize = 60_000_000;
+/// Pods that come and go in a long run.
+const PODS: usize = 30;
+/// Emulated VMs that start at once.
+const AT_ONCE: usize = 3;
 /// Programs of the container image.
 const PROGRAMS: [&str; 5] = ["peerpod-node", "peerpod-relay", "peerpod-cluster", "peerpod-csi", "peerpod"];
 
@@ -64,16 +69,20 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let folder = world.folder();
     let on =
         Installed { node: &node, libvirtd: RefCell::new(libvirtd), folder, values, began: Instant::now() };
-    let steps: [(&str, Step); 9] = [
+    let steps: [(&str, Step); 13] = [
         ("helm install: all pods are ready", install),
         ("a pod with the runtime class and no other word runs in a VM", first_pod),
+        ("a dozen cases in VMs of libvirt", dozen),
+        ("pods come and go (long runs only)", churn),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
-        ("helm upgrade under an open exec: no line is missing", upgrade),
+        ("helm upgrade under an exec, a log and a copy: nothing is missing", upgrade),
         ("libvirtd is killed under a pod", restart_libvirtd),
         ("the node is drained", drain),
         ("no request was refused", |on| audit::check(on.node, on.folder)),
         ("helm uninstall", uninstall),
         ("nothing is left", nothing_is_left),
+        ("with kustomize: install, a pod in a VM, removal", kustomize),
+        ("nothing is left of kustomize", nothing_is_left),
     ];
     for (name, step) in steps {
         let began = Instant::now();
@@ -157,7 +166,7 @@ fn values_for(folder: &Path, vm: &Value) -> Value {
     json!({
         "image": { "repository": format!("{ADDRESS}:{PORT}/peerpod"), "tag": "1" },
         "config": {
-            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT},{ADDRESS}:{PRIVATE}") },
+            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT},{ADDRESS}:{SECOND}") },
             "provider": { "libvirt": {
                 "pool": peerpod_world::POOL, "network": peerpod_world::NETWORK, "volume": null,
                 "kernel": file("kernel"), "initrd": file("initrd"), "cmdline": vm["cmdline"],
@@ -192,9 +201,43 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn dozen(on: &Installed<'_>) -> anyhow::Result<()> {
+    let cases = CASES.iter().filter(|(name, _)| OF_SLICE.contains(name)).enumerate();
+    let (cases, failed) = (Mutex::new(cases), Mutex::new(Vec::new()));
+    thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some((number, (name, run))) = crate::next(&cases) {
+                    let began = Instant::now();
+                    let result = crate::case(on.node, &format!("dozen-{number}"), *run);
+                    println!("       {:6.1} s  {name}", began.elapsed().as_secs_f64());
+                    if let Err(error) = result {
+                        failed.lock().unwrap().push(format!("{name}: {error:#}"));
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap();
+    ensure!(failed.is_empty(), "{}", failed.join("\n"));
+    Ok(())
+}
+
+fn churn(on: &Installed<'_>) -> anyhow::Result<()> {
+    if env::var_os("PEERPOD_TEST_LONG").is_none() {
+        return Ok(());
+    }
+    let case = Case::new(on.node, "churn")?;
+    let (times, failed) = come_and_go(&case, PODS, AT_ONCE, |_| ());
+    ensure!(failed == 0, "{failed} pods failed");
+    let running = times.last().context("times")?;
+    report("apply_to_running_libvirt_p50_s", running[running.len() / 2])?;
+    Ok(())
+}
+
 fn private_image(on: &Installed<'_>) -> anyhow::Result<()> {
-    let at = SocketAddr::from((ADDRESS, PRIVATE));
-    let _registry = on.node.private_registry(at, ("user", "word"))?;
+    let registry = on.node.second_registry("busybox:1", &[busybox()], Some(("user", "word")))?;
+    let at = registry.address;
     let case = Case::new(on.node, "private")?;
     let pod = |name: &str, more: &str| {
         case.pod(
@@ -222,23 +265,61 @@ fn private_image(on: &Installed<'_>) -> anyhow::Result<()> {
     case.kubectl(&["delete", "pods", "--all", "--timeout=120s"]).map(drop)
 }
 
+/// Output of kubectl that counts from one, a number in each line.
+struct Counting {
+    child: Child,
+    seen: mpsc::Receiver<()>,
+    reader: JoinHandle<anyhow::Result<u32>>,
+}
+
+impl Counting {
+    /// Starts kubectl, and waits for the first line.
+    fn start(on: &Installed<'_>, words: &[&str]) -> anyhow::Result<Counting> {
+        let mut child = on.node.kubectl_command(words)?.stdout(Stdio::piped()).spawn()?;
+        let mut lines = BufReader::new(child.stdout.take().context("stdout")?);
+        let (sender, seen) = mpsc::channel();
+        let reader = thread::spawn(move || -> anyhow::Result<u32> {
+            let (mut line, mut count) = (String::new(), 0);
+            while lines.read_line(&mut line)? > 0 {
+                count += 1;
+                ensure!(line.trim() == count.to_string(), "line {count} is {line:?}");
+                line.clear();
+                let _is_counted = sender.send(());
+            }
+            Ok(count)
+        });
+        let counting = Counting { child, seen, reader };
+        counting.seen.recv_timeout(PATIENCE).context("the first line")?;
+        Ok(counting)
+    }
+
+    /// Waits for one more line than those that came so far, whose number is returned.
+    fn goes_on(&self) -> anyhow::Result<usize> {
+        let before = self.seen.try_iter().count();
+        self.seen.recv_timeout(PATIENCE).context("a further line")?;
+        Ok(before)
+    }
+
+    /// Returns the number of lines and the exit code, when kubectl has ended.
+    fn end(mut self) -> anyhow::Result<(u32, Option<i32>)> {
+        let count = self.reader.join().map_err(|_| anyhow::anyhow!("panic"))??;
+        Ok((count, self.child.wait()?.code()))
+    }
+}
+
 fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
-    let script = "n=0; while [ ! -e /tmp/end ]; do n=$((n+1)); echo $n; sleep 0.1; done; exit 7";
-    let words = ["-n", "users", "exec", "p", "--", "sh", "-c", script];
-    let mut child = on.node.kubectl_command(&words)?.stdout(Stdio::piped()).spawn()?;
-    let mut lines = BufReader::new(child.stdout.take().context("stdout")?);
-    let (first, seen) = mpsc::channel();
-    let reader = thread::spawn(move || -> anyhow::Result<u32> {
-        let (mut line, mut count) = (String::new(), 0);
-        while lines.read_line(&mut line)? > 0 {
-            count += 1;
-            ensure!(line.trim() == count.to_string(), "line {count} is {line:?}");
-            line.clear();
-            let _is_heard = first.send(());
-        }
-        Ok(count)
-    });
-    seen.recv_timeout(PATIENCE).context("the first line")?;
+    let script = "n=0; while [ ! -e /tmp/end ]; do n=$((n+1)); echo $n; sleep 0.1; done";
+    let case = Case::of(on.node, "users");
+    case.script("talks", "Never", script)?;
+    case.ready("talks")?;
+    let exec =
+        Counting::start(on, &["-n", "users", "exec", "p", "--", "sh", "-c", &format!("{script}; exit 7")])?;
+    let logs = Counting::start(on, &["-n", "users", "logs", "-f", "talks"])?;
+    // A copy that takes longer than the upgrade ends after it.
+    let file = on.folder.join("copied");
+    fs::write(&file, vec![7; COPIED])?;
+    let file = file.to_string_lossy();
+    let mut copy = on.node.kubectl_command(&["-n", "users", "cp", &file, "talks:/tmp/copied"])?.spawn()?;
     let libvirt = project("providers/libvirt/values.yaml");
     let chart = project("deploy/chart");
     on.node.cluster.helm(&[
@@ -255,17 +336,27 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
         "image.tag=2",
     ])?;
     on.rolled_out()?;
-    let before = seen.try_iter().count();
-    seen.recv_timeout(PATIENCE).context("a line after the upgrade")?;
-    on.node.kubectl(&["-n", "users", "exec", "p", "--", "touch", "/tmp/end"])?;
-    let count = reader.join().map_err(|_| anyhow::anyhow!("panic"))??;
-    let status = child.wait()?;
-    ensure!(status.code() == Some(7), "{status} after {count} lines");
-    println!("                 {count} lines, {before} of them during the upgrade");
-    let pod = on.node.read("/api/v1/namespaces/users/pods/p")?;
-    let restarts = &pod["status"]["containerStatuses"][0]["restartCount"];
-    ensure!(*restarts == 0, "{restarts} restarts");
-    Ok(())
+    let during = [exec.goes_on()?, logs.goes_on()?];
+    ensure!(copy.wait()?.success(), "kubectl cp failed");
+    let copied =
+        case.exec("talks", &["sh", "-c", "tr -d '\\007' </tmp/copied | wc -c; wc -c </tmp/copied"])?;
+    ensure!(copied == format!("0\n{COPIED}\n"), "{copied:?}");
+    for pod in ["p", "talks"] {
+        case.exec(pod, &["touch", "/tmp/end"])?;
+    }
+    let (exec, logs) = (exec.end()?, logs.end()?);
+    ensure!(exec.1 == Some(7), "exec: {exec:?}");
+    ensure!(logs.1 == Some(0), "logs: {logs:?}");
+    println!(
+        "                 lines of exec and logs: {} and {}, during the upgrade {during:?}",
+        exec.0, logs.0
+    );
+    for pod in ["p", "talks"] {
+        let restarts =
+            case.get(&format!("pod/{pod}"))?["status"]["containerStatuses"][0]["restartCount"].clone();
+        ensure!(restarts == 0, "{restarts} restarts of {pod}");
+    }
+    case.kubectl(&["delete", "pod", "talks", "--timeout=120s"]).map(drop)
 }
 
 fn restart_libvirtd(on: &Installed<'_>) -> anyhow::Result<()> {
@@ -310,11 +401,77 @@ fn nothing_is_left(on: &Installed<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Installs the base of deploy/kustomize with an overlay like a user's.
+fn kustomize(on: &Installed<'_>) -> anyhow::Result<()> {
+    let overlay = on.folder.join("overlay");
+    fs::create_dir(&overlay)?;
+    let values: Value = serde_json::from_slice(&fs::read(&on.values)?)?;
+    let libvirt = &values["config"]["provider"]["libvirt"];
+    let literals = [
+        ("PROVIDER_KIND", json!("libvirt")),
+        ("PROVIDER_LIBVIRT_URI", json!("qemu:///system")),
+        ("PROVIDER_LIBVIRT_POOL", libvirt["pool"].clone()),
+        ("PROVIDER_LIBVIRT_NETWORK", libvirt["network"].clone()),
+        ("PROVIDER_LIBVIRT_KERNEL", libvirt["kernel"].clone()),
+        ("PROVIDER_LIBVIRT_INITRD", libvirt["initrd"].clone()),
+        ("PROVIDER_LIBVIRT_CMDLINE", libvirt["cmdline"].clone()),
+        ("NODE_PLAIN_HTTP_REGISTRIES", values["config"]["node"]["plain-http-registries"].clone()),
+    ]
+    .map(|(name, value)| format!("PEERPOD_{name}={}", value.as_str().unwrap_or_default()));
+    // Of a Deployment and of a DaemonSet. The controller reads libvirt's socket, too.
+    let patch = |kind: &str, name: &str, more: Value| {
+        let mut spec = json!({ "volumes": values["node"]["extraVolumes"] });
+        let mounts = &values["node"]["extraVolumeMounts"];
+        spec["containers"] = json!([{ "name": name, "volumeMounts": mounts }]);
+        if let (Some(spec), Some(more)) = (spec.as_object_mut(), more.as_object()) {
+            spec.extend(more.clone());
+        }
+        let object = json!({
+            "apiVersion": "apps/v1", "kind": kind,
+            "metadata": { "name": format!("peerpod-{name}"), "namespace": NAMESPACE },
+            "spec": { "template": { "spec": spec } },
+        });
+        json!({ "patch": object.to_string() })
+    };
+    let as_root = json!({ "securityContext": { "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": false } });
+    let base = Path::new("..").join("base");
+    copy_folder(&project("deploy/kustomize/base"), &on.folder.join("base"))?;
+    let text = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
+        "resources": [base],
+        "images": [{ "name": "peerpod", "newName": format!("{ADDRESS}:{PORT}/peerpod"), "newTag": "1" }],
+        "configMapGenerator": [{ "name": "peer-pods-cm", "namespace": NAMESPACE, "literals": literals }],
+        "generatorOptions": { "disableNameSuffixHash": true },
+        "patches": [patch("DaemonSet", "node", json!({})), patch("Deployment", "controller", as_root)],
+    });
+    fs::write(overlay.join("kustomization.yaml"), text.to_string())?;
+    on.node.kubectl(&["uncordon", NODE])?;
+    let overlay = overlay.to_string_lossy();
+    on.node.kubectl(&["apply", "--server-side", "-k", &overlay])?;
+    on.ready()?;
+    let case = Case::new(on.node, "kustomized")?;
+    case.sleeper("p")?;
+    case.exec("p", &["true"])?;
+    case.kubectl(&["delete", "pod", "p", "--timeout=120s"])?;
+    on.node.kubectl(&["delete", "-k", &overlay, "--timeout=120s"]).map(drop)
+}
+
+fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
+    succeed(Command::new("cp").arg("-r").args([from, to]))
+}
+
 impl Installed<'_> {
+    /// Waits until all programs run. The rollout of the relay ends by itself with the values of this test alone.
     fn rolled_out(&self) -> anyhow::Result<()> {
-        for object in
-            ["ds/peerpod-relay", "ds/peerpod-node", "deploy/peerpod-webhook", "deploy/peerpod-controller"]
-        {
+        self.node.kubectl(&["-n", NAMESPACE, "rollout", "status", "ds/peerpod-relay", "--timeout=240s"])?;
+        self.ready()
+    }
+
+    /// Waits until the relay is ready on the node, and the others run in their newest form.
+    fn ready(&self) -> anyhow::Result<()> {
+        let ready = "--for=jsonpath={.status.numberReady}=1";
+        self.node.kubectl(&["-n", NAMESPACE, "wait", ready, "ds/peerpod-relay", "--timeout=240s"])?;
+        for object in ["ds/peerpod-node", "deploy/peerpod-webhook", "deploy/peerpod-controller"] {
             self.node.kubectl(&["-n", NAMESPACE, "rollout", "status", object, "--timeout=240s"])?;
         }
         Ok(())

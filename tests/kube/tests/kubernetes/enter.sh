@@ -20,8 +20,10 @@ for controller in $controllers; do
     mount -t cgroup -o "$options" cgroup "/sys/fs/cgroup/$controller"
 done
 # The chart's folders, and nothing that the machine keeps.
-mkdir -p /run/lib/upper /run/lib/work
-mount -t overlay -o lowerdir=/var/lib,upperdir=/run/lib/upper,workdir=/run/lib/work overlay /var/lib
+for folder in lib log; do
+    mkdir -p "/run/$folder/upper" "/run/$folder/work"
+    mount -t overlay -o "lowerdir=/var/$folder,upperdir=/run/$folder/upper,workdir=/run/$folder/work" overlay "/var/$folder"
+done
 mkdir -p /var/lib/kubelet /var/lib/peerpod
 mount -t tmpfs tmpfs /var/lib/kubelet
 mount -t tmpfs tmpfs /var/lib/peerpod

@@ -1,18 +1,23 @@
 //! Programs of the node that are killed while pods run, and what a pod's user sees of it.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use nix::mount::{MsFlags, mount};
+use peerpod_world::World;
 use serde_json::Value;
 
-use crate::cases::Case;
+use crate::cases::network::nft;
+use crate::cases::{Case, SLEEP};
+use crate::images_common::PORT;
 use crate::node::Node;
 
 /// Pods that run during each fault.
@@ -31,17 +36,34 @@ enum Outcome {
 
 type Fault = fn(&mut Node) -> anyhow::Result<()>;
 
-const FAULTS: [(&str, Outcome, Fault); 9] = [
+const FAULTS: [(&str, Outcome, Fault); 14] = [
     ("node", Outcome::Unnoticed, |node| node.restart_daemon("node")),
     ("the guest program of each VM", Outcome::Unnoticed, |_| kill("peerpod-guest serve", None)),
     ("kubelet", Outcome::StreamsEnd, |node| node.restart("kubelet")),
     ("containerd", Outcome::StreamsEnd, |node| node.restart("containerd")),
     ("API server", Outcome::StreamsEnd, |node| node.restart_api_server()),
+    ("API server, for five minutes (long runs only)", Outcome::StreamsEnd, |node| {
+        if std::env::var_os("PEERPOD_TEST_LONG").is_none() {
+            return Ok(());
+        }
+        node.without_api_server(Duration::from_secs(300))
+    }),
+    ("etcd", Outcome::Unnoticed, |node| node.restart_etcd()),
+    ("the image registry, for a while", Outcome::Unnoticed, registry_away),
+    ("the space of the state's disk, for a while", Outcome::Unnoticed, disk_full),
     ("one shim", Outcome::Restarted, |_| kill("kata/shim", Some("-o"))),
     ("Kata's agent of one VM", Outcome::Restarted, |_| kill("kata-agent --config", Some("-o"))),
     ("one VM", Outcome::Restarted, |_| kill("/opt/peerpod/peerpod-guest", Some("-o"))),
     ("relay", Outcome::Restarted, |node| node.restart_daemon("relay")),
+    ("the node, which starts again", Outcome::Restarted, |node| node.reboot()),
 ];
+
+/// Gives the daemons' state a disk of its own, which a fault fills.
+pub(crate) fn mount_state(world: &World) -> anyhow::Result<()> {
+    let folder = world.folder().join("state");
+    std::fs::create_dir_all(&folder)?;
+    Ok(mount(Some("tmpfs"), &folder, Some("tmpfs"), MsFlags::empty(), Some("size=256m,mode=700"))?)
+}
 
 /// Runs all faults, and prints a line for each. Returns the numbers of those that passed and of those that failed.
 pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
@@ -55,15 +77,12 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
         match one(node, outcome, fault) {
             Ok(seen) => {
                 passed += 1;
-                println!("ok     {:6.1} s  killed: {name}: {seen}", began.elapsed().as_secs_f64());
+                println!("ok     {:6.1} s  gone: {name}: {seen}", began.elapsed().as_secs_f64());
             }
             Err(error) => {
                 failed += 1;
                 let state = Case::of(node, "faults").state();
-                println!(
-                    "FAILED {:6.1} s  killed: {name}: {error:#}\n{state}",
-                    began.elapsed().as_secs_f64()
-                );
+                println!("FAILED {:6.1} s  gone: {name}: {error:#}\n{state}", began.elapsed().as_secs_f64());
             }
         }
     }
@@ -71,6 +90,45 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
         node.keep_logs();
     }
     Ok((passed, failed))
+}
+
+/// A pod that starts meanwhile waits with the reason, and runs afterwards.
+fn registry_away(node: &mut Node) -> anyhow::Result<()> {
+    let table = "add table inet away\nadd chain inet away in { type filter hook input priority 0; }\n";
+    nft(&format!("{table}add rule inet away in tcp dport {PORT} reject with tcp reset\n"))?;
+    let case = Case::of(node, "faults");
+    case.pod(
+        "late",
+        "containers: [{name: c, image: IMAGE, imagePullPolicy: Always, command: [sleep, '1000']}]",
+    )?;
+    case.event("Failed", "connection refused")?;
+    nft("delete table inet away\n")?;
+    runs_and_goes(&case, "late")
+}
+
+/// A pod that starts meanwhile waits with the reason, and runs afterwards.
+fn disk_full(node: &mut Node) -> anyhow::Result<()> {
+    let filler = node.state_dir()?.join("filler");
+    let mut file = File::create(&filler)?;
+    let piece = vec![0; 1 << 20];
+    let full = loop {
+        if let Err(error) = file.write_all(&piece) {
+            break error;
+        }
+    };
+    ensure!(full.kind() == ErrorKind::StorageFull, "{full}");
+    let case = Case::of(node, "faults");
+    case.script("late", "Always", SLEEP)?;
+    case.event("FailedCreatePodSandBox", "No space left")?;
+    // An open file keeps its space.
+    drop(file);
+    std::fs::remove_file(&filler)?;
+    runs_and_goes(&case, "late")
+}
+
+fn runs_and_goes(case: &Case<'_>, pod: &str) -> anyhow::Result<()> {
+    case.ready(pod)?;
+    case.kubectl(&["delete", "pod", pod, "--timeout=90s"]).map(drop)
 }
 
 fn kill(pattern: &str, which: Option<&str>) -> anyhow::Result<()> {

@@ -15,6 +15,7 @@ mod dns;
 mod faults;
 #[path = "../../../tests/images_common/mod.rs"]
 mod images_common;
+mod metrics;
 mod node;
 mod storage;
 
@@ -30,7 +31,7 @@ use anyhow::Context;
 use peerpod_test_kube::report;
 use peerpod_world::World;
 
-use self::cases::{CASES, Case, Run};
+use self::cases::{CASES, Case, LONG_CASES, OF_SLICE, Run};
 use self::node::{Layout, Node};
 
 /// Set in the process that runs in the node's namespaces, to one of [`PARTS`].
@@ -40,6 +41,8 @@ const PARTS: [&str; 4] = ["cases", CHURN, FAULTS, CHART];
 const CHURN: &str = "churn";
 const FAULTS: &str = "faults";
 const CHART: &str = "chart";
+/// Value of `PEERPOD_TEST_CASES` for the cases of [`OF_SLICE`].
+const SLICE: &str = "slice";
 /// Cases that run at once.
 const AT_ONCE: usize = 8;
 
@@ -91,10 +94,21 @@ fn inside(part: &str) -> anyhow::Result<bool> {
     node.run(|| match part {
         CHART => chart::run(&world),
         CHURN => with_node(&world, "", |node| churn::run(&node)),
-        FAULTS => with_node(&world, "kubernetes_faults", |mut node| faults::run(&mut node)),
+        FAULTS => {
+            faults::mount_state(&world)?;
+            with_node(&world, "kubernetes_faults", |mut node| faults::run(&mut node))
+        }
         _ => with_node(&world, "kubernetes_cases", |node| {
-            let _programs = storage::start(&node, &world)?;
-            run(&node)
+            // The slice needs no volumes and no metrics.
+            let is_slice = env::var("PEERPOD_TEST_CASES").is_ok_and(|wanted| wanted == SLICE);
+            let mut programs = Vec::new();
+            if !is_slice {
+                programs = storage::start(&node, &world)?;
+                programs.push(metrics::start(&node, world.folder())?);
+            }
+            let results = run(&node);
+            drop(programs);
+            results
         }),
     })?
 }
@@ -123,7 +137,13 @@ fn with_node(
 
 fn run(node: &Node) -> anyhow::Result<(usize, usize)> {
     let wanted = env::var("PEERPOD_TEST_CASES").unwrap_or_default();
-    let cases = CASES.iter().enumerate().filter(|(_, (name, _))| name.contains(&wanted));
+    // The longest first.
+    let long = if env::var_os("PEERPOD_TEST_LONG").is_some() { LONG_CASES } else { &[] };
+    let all = long.iter().chain(CASES).enumerate();
+    let cases = all.filter(|(_, (name, _))| match wanted.as_str() {
+        SLICE => OF_SLICE.contains(name),
+        wanted => name.contains(wanted),
+    });
     let (cases, failed, passed) = (Mutex::new(cases), AtomicUsize::new(0), AtomicUsize::new(0));
     thread::scope(|scope| {
         for _ in 0..AT_ONCE {

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicUsize;
@@ -16,16 +16,19 @@ use anyhow::{Context, ensure};
 use hyper::Request;
 use kube::Client;
 use peerpod_test_kube::{Cluster, NODE, Options, Process, project, servers, wait_for};
-use peerpod_world::{Daemons, LedgerEntry, Settings, World, share};
+use peerpod_world::{Daemons, LedgerEntry, Settings, World, eventually_blocking, share};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
 use crate::audit;
 use crate::dns;
 use crate::images_common::{Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, digest};
+use crate::metrics;
 
 /// Address of the node.
 pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 97, 1, 2);
+/// Port of a second registry, which some cases start.
+pub(crate) const SECOND: u16 = 5001;
 /// Time limit of the node's start.
 const READY: Duration = Duration::from_secs(120);
 /// Name of the shim in containerd's PATH, which follows from the runtime's type.
@@ -129,18 +132,25 @@ impl Node {
         let serving = Serving { at: Some(at), ..Serving::default() };
         let registry = tokio::task::block_in_place(|| Registry::start(&images, &serving));
         // All that the control plane writes is in memory here.
-        let api_server = if layout.is_harness { Vec::new() } else { audit::flags(&folder)? };
+        let api_server = if layout.is_harness {
+            metrics::API_SERVER.map(str::to_owned).to_vec()
+        } else {
+            audit::flags(&folder)?
+        };
         let options = Options { controllers: vec!["*"], node: Some(ADDRESS), api_server };
         let cluster = Cluster::start(options).await?;
         let bundles = layout.containerd.join("io.containerd.runtime.v2.task/k8s.io");
         fs::create_dir_all(&bundles)?;
         share(&layout.kubelet)?;
         let mut processes = vec![containerd(&folder, layout, &kata, &at)?];
+        // kubelet ends when it finds no container runtime.
+        let socket = folder.join("containerd.sock");
+        wait_for("containerd answers", READY, async || Ok(UnixStream::connect(&socket).ok())).await?;
         processes.extend(of_kubernetes(&folder, layout, &cluster)?);
         let daemons = if layout.is_harness {
             let settings = Settings::none()
                 .set("node.name", NODE)
-                .set("node.plain-http-registries", at.to_string())
+                .set("node.plain-http-registries", format!("{at},{ADDRESS}:{SECOND}"))
                 .set("relay.bundles", json!([bundles]))
                 .set("provider.local.agent-binary", kata.join("agent").to_string_lossy());
             Some(Daemons::start(world, settings).await?)
@@ -164,12 +174,17 @@ impl Node {
         Ok(node)
     }
 
-    /// Starts a registry that wants a user and a password, with the image `busybox:1`.
-    pub(crate) fn private_registry(&self, at: SocketAddr, secret: (&str, &str)) -> anyhow::Result<Registry> {
+    /// Starts a second registry with one image, which may want a user and a password.
+    pub(crate) fn second_registry(
+        &self,
+        name: &str,
+        layers: &[Layer],
+        secret: Option<(&str, &str)>,
+    ) -> anyhow::Result<Registry> {
+        let at = SocketAddr::from((ADDRESS, SECOND));
         trust(&self.folder, &at)?;
-        let image = Image::of(&[busybox()]);
-        let serving = Serving { at: Some(at), secret: Some(secret), ..Serving::default() };
-        Ok(Registry::start(&[("busybox:1", &image)], &serving))
+        let serving = Serving { at: Some(at), secret, ..Serving::default() };
+        Ok(Registry::start(&[(name, &Image::of(layers))], &serving))
     }
 
     /// Kills a program of the node with SIGKILL, and starts it again.
@@ -184,6 +199,58 @@ impl Node {
     /// Kills the API server with SIGKILL, and starts it again.
     pub(crate) fn restart_api_server(&mut self) -> anyhow::Result<()> {
         self.runtime.block_on(self.cluster.restart_api_server())
+    }
+
+    /// Kills the API server with SIGKILL, and starts it again after this time.
+    pub(crate) fn without_api_server(&mut self, time: Duration) -> anyhow::Result<()> {
+        self.cluster.kill_api_server();
+        std::thread::sleep(time);
+        self.restart_api_server()
+    }
+
+    /// Kills etcd with SIGKILL, and starts it again.
+    pub(crate) fn restart_etcd(&mut self) -> anyhow::Result<()> {
+        self.runtime.block_on(self.cluster.restart_etcd())
+    }
+
+    /// Ends everything but the control plane and the pods' VMs, empties the folders that a reboot empties, and starts
+    /// the programs again.
+    pub(crate) fn reboot(&mut self) -> anyhow::Result<()> {
+        let daemons = self.daemons.as_mut().context("the chart has the daemons")?;
+        daemons.kill_node()?;
+        daemons.kill_relay()?;
+        let starts_again = |program: &&mut Program| program.process.name() != "kube-scheduler";
+        for program in self.processes.iter_mut().filter(starts_again) {
+            program.process.signal("KILL")?;
+        }
+        let done = Command::new("bash")
+            .arg(project("tests/kube/tests/kubernetes/reboot.sh"))
+            .arg(&self.folder)
+            .output()?;
+        ensure!(done.status.success(), "reboot.sh: {}", String::from_utf8_lossy(&done.stderr));
+        let daemons = self.daemons.as_mut().context("the chart has the daemons")?;
+        daemons.start_relay()?;
+        daemons.start_node()?;
+        for program in self.processes.iter_mut().filter(starts_again) {
+            let name = program.process.name().to_owned();
+            program.process = Process::start(&name, &program.path, &program.words, &self.folder)?;
+            if name == "containerd" {
+                let socket = self.folder.join("containerd.sock");
+                eventually_blocking("containerd answers", READY, || UnixStream::connect(&socket).ok())?;
+            }
+        }
+        self.runtime.block_on(daemons.ready())
+    }
+
+    /// Returns the folder of the daemons' state.
+    pub(crate) fn state_dir(&self) -> anyhow::Result<PathBuf> {
+        Ok(self.daemons.as_ref().context("the chart has the daemons")?.state_dir())
+    }
+
+    /// Returns the relay's log, which contains the guests' lines.
+    pub(crate) fn relay_log(&self) -> anyhow::Result<String> {
+        let daemons = self.daemons.as_ref().context("the chart has the daemons")?;
+        Ok(fs::read_to_string(daemons.log("relay"))?)
     }
 
     /// Kills relay or node with SIGKILL, and starts it again.
@@ -211,7 +278,10 @@ impl Node {
 
     /// Returns the daemons' ledger of sandboxes.
     pub(crate) fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
-        self.daemons.as_ref().context("the chart has the daemons")?.ledger()
+        match &self.daemons {
+            Some(daemons) => daemons.ledger(),
+            None => LedgerEntry::read(Path::new("/var/lib/peerpod")),
+        }
     }
 
     /// Returns the output of kubectl; the caller's thread waits for it.
@@ -305,7 +375,7 @@ fn syslog(to: &Path) -> anyhow::Result<()> {
 }
 
 /// Returns a layer with Busybox' commands and two users.
-fn busybox() -> Layer {
+pub(crate) fn busybox() -> Layer {
     let program = fs::read("/bin/busybox").expect("busybox-static is installed by scripts/setup");
     let listed = Command::new("/bin/busybox").arg("--list").output().unwrap();
     let mut layer = LayerBuilder::new()

@@ -66,16 +66,43 @@ pub(crate) fn exec_many(case: &Case<'_>) -> anyhow::Result<()> {
 }
 
 pub(crate) fn copy(case: &Case<'_>) -> anyhow::Result<()> {
+    copy_bytes(case, 3_000_000)
+}
+
+pub(crate) fn large_copy(case: &Case<'_>) -> anyhow::Result<()> {
+    copy_bytes(case, 200_000_000)
+}
+
+fn copy_bytes(case: &Case<'_>, count: u32) -> anyhow::Result<()> {
     case.sleeper("p")?;
     let folder = std::env::temp_dir().join(case.namespace);
     std::fs::create_dir(&folder)?;
     let (from, back) = (folder.join("from"), folder.join("back"));
-    let bytes: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let bytes: Vec<u8> = (0..count).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     std::fs::write(&from, &bytes)?;
     case.kubectl(&["cp", &from.to_string_lossy(), "p:/tmp/file"])?;
     case.kubectl(&["cp", "p:/tmp/file", &back.to_string_lossy()])?;
     ensure!(std::fs::read(&back)? == bytes, "other bytes came back");
-    Ok(())
+    Ok(std::fs::remove_dir_all(&folder)?)
+}
+
+pub(crate) fn evicted(case: &Case<'_>) -> anyhow::Result<()> {
+    case.script(
+        "p",
+        "Always",
+        "trap 'echo terminated; exit' TERM; echo started; while :; do sleep 0.1; done",
+    )?;
+    case.ready("p")?;
+    let mut command = case.node.kubectl_command(&["-n", case.namespace, "logs", "-f", "p"])?;
+    let reader = thread::spawn(move || command.output());
+    let body = r#"{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"p"}}"#;
+    let path = format!("/api/v1/namespaces/{}/pods/p/eviction", case.namespace);
+    let done = case.kubectl_with(&["create", "--raw", &path, "-f", "-"], body.as_bytes())?;
+    ensure!(done.status.success(), "{done:?}");
+    case.kubectl(&["wait", "--for=delete", "pod/p", "--timeout=90s"])?;
+    let output = reader.join().map_err(|_| anyhow::anyhow!("panic"))??;
+    ensure!(output.stdout == b"started\nterminated\n", "{output:?}");
+    case.until("its VM is gone", || Ok((case.vms()? == 0).then_some(())))
 }
 
 pub(crate) fn graceful_end(case: &Case<'_>) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -93,26 +93,62 @@ pub(crate) fn readiness(case: &Case<'_>) -> anyhow::Result<()> {
     ready("false")
 }
 
+/// kubectl that forwards a port of its own to port 8080 of the pod `web`.
+struct Forward {
+    child: Child,
+    port: u16,
+    /// It stays open, because kubectl ends when it cannot write a line for each connection.
+    _lines: BufReader<ChildStdout>,
+}
+
+impl Forward {
+    fn start(case: &Case<'_>) -> anyhow::Result<Forward> {
+        let mut command =
+            case.node.kubectl_command(&["-n", case.namespace, "port-forward", "pod/web", ":8080"])?;
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut line = String::new();
+        let mut lines = BufReader::new(child.stdout.take().context("stdout")?);
+        lines.read_line(&mut line)?;
+        let mut words = line.split([':', ' ']);
+        let port: Option<u16> = words.nth(3).and_then(|port| port.parse().ok());
+        let port = port.with_context(|| format!("a port in {line:?}"))?;
+        Ok(Forward { child, port, _lines: lines })
+    }
+
+    /// Ends kubectl. An error in `result` gets its error output.
+    fn end<T>(mut self, result: anyhow::Result<T>) -> anyhow::Result<T> {
+        self.child.kill()?;
+        let said = self.child.wait_with_output()?.stderr;
+        result.with_context(|| String::from_utf8_lossy(&said).into_owned())
+    }
+}
+
 pub(crate) fn port_forward(case: &Case<'_>) -> anyhow::Result<()> {
     serve(case)?;
-    let mut command =
-        case.node.kubectl_command(&["-n", case.namespace, "port-forward", "pod/web", ":8080"])?;
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-    let mut line = String::new();
-    // It stays open, because kubectl ends when it cannot write a line for each connection.
-    let mut lines = BufReader::new(child.stdout.take().context("stdout")?);
-    lines.read_line(&mut line)?;
-    let mut words = line.split([':', ' ']);
-    let port: Option<u16> = words.nth(3).and_then(|port| port.parse().ok());
-    let port = port.with_context(|| format!("a port in {line:?}"))?;
+    let forward = Forward::start(case)?;
+    let port = forward.port;
     let clients: Vec<_> =
         (0..10).map(|_| thread::spawn(move || get(&mut TcpStream::connect(("127.0.0.1", port))?))).collect();
     let pages: anyhow::Result<Vec<_>> =
         clients.into_iter().map(|client| client.join().map_err(|_| anyhow::anyhow!("panic"))?).collect();
-    child.kill()?;
-    let said = child.wait_with_output()?.stderr;
-    let pages = pages.with_context(|| String::from_utf8_lossy(&said).into_owned())?;
+    let pages = forward.end(pages)?;
     ensure!(pages.iter().all(|page| page.ends_with("web\n")), "{pages:?}");
+    Ok(())
+}
+
+pub(crate) fn large_forward(case: &Case<'_>) -> anyhow::Result<()> {
+    let script =
+        "mkdir /w; head -c 100000000 /dev/urandom >/w/f; httpd -p 8080 -h /w; sha256sum </w/f; sleep 1000";
+    case.script("web", "Always", script)?;
+    let expected = case.until("the file's digest", || {
+        Ok(case.kubectl(&["logs", "web"]).ok().filter(|log| log.ends_with("-\n")))
+    })?;
+    let forward = Forward::start(case)?;
+    let url = format!("http://127.0.0.1:{}/f", forward.port);
+    let script = format!("busybox wget -q -O - {url} | sha256sum");
+    let fetched = Command::new("sh").args(["-c", &script]).output();
+    let fetched = forward.end(fetched.map_err(Into::into))?;
+    ensure!(fetched.stdout == expected.as_bytes(), "{fetched:?}, expected {expected}");
     Ok(())
 }
 
@@ -183,7 +219,8 @@ pub(crate) fn denied_by_the_node(case: &Case<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn nft(rules: &str) -> anyhow::Result<()> {
+/// Changes the rules of the node.
+pub(crate) fn nft(rules: &str) -> anyhow::Result<()> {
     let mut child = Command::new("nft").args(["-f", "-"]).stdin(Stdio::piped()).spawn()?;
     child.stdin.take().context("stdin")?.write_all(rules.as_bytes())?;
     let done = child.wait()?;

@@ -6,6 +6,11 @@ use anyhow::{Context, ensure};
 use serde_json::Value;
 
 use super::{Case, SLEEP};
+use crate::images_common::{LayerBuilder, Packing};
+use crate::node::busybox;
+
+/// Bytes of the file in a large image.
+const LARGE_IMAGE: usize = 1 << 30;
 
 pub(crate) fn no_new_privileges(case: &Case<'_>) -> anyhow::Result<()> {
     let spec = "containers: [{name: c, image: IMAGE, securityContext: {allowPrivilegeEscalation: false, runAsUser: 1000},
@@ -59,6 +64,29 @@ pub(crate) fn host_network(case: &Case<'_>) -> anyhow::Result<()> {
     case.event("FailedCreatePodSandBox", "hostNetwork: true")
 }
 
+pub(crate) fn host_pid(case: &Case<'_>) -> anyhow::Result<()> {
+    // The VM has no process of the node.
+    let spec = "hostPID: true, containers: [{name: c, image: IMAGE, command: [sh, -c, 'ps | grep -c [k]ube-server']}]";
+    case.pod("p", &format!("restartPolicy: Never, {spec}"))?;
+    case.until("the pod sees no process of the node, or an event names the reason", || {
+        let log = case.kubectl(&["logs", "p"]).unwrap_or_default();
+        let events = case.get("event/")?.to_string();
+        Ok((log == "0\n" || events.contains("hostPID")).then_some(()))
+    })
+}
+
+pub(crate) fn app_armor(case: &Case<'_>) -> anyhow::Result<()> {
+    case.pod(
+        "p",
+        "restartPolicy: Never, containers: [{name: c, image: IMAGE, command: [echo, runs],
+           securityContext: {appArmorProfile: {type: RuntimeDefault}}}]",
+    )?;
+    case.until("the pod runs, or its status names AppArmor", || {
+        let status = case.get("pod/p")?["status"].clone();
+        Ok((status["phase"] == "Succeeded" || status.to_string().contains("AppArmor")).then_some(()))
+    })
+}
+
 pub(crate) fn summary(case: &Case<'_>) -> anyhow::Result<()> {
     case.script("p", "Always", "while :; do :; done")?;
     case.ready("p")?;
@@ -94,6 +122,20 @@ pub(crate) fn resource_metrics(case: &Case<'_>) -> anyhow::Result<()> {
         ];
         Ok(names.iter().all(|name| has(name)).then_some(()))
     })
+}
+
+pub(crate) fn top(case: &Case<'_>) -> anyhow::Result<()> {
+    case.script("p", "Always", "x=$(head -c 20000000 /dev/zero | tr '\\0' x); while :; do :; done")?;
+    case.ready("p")?;
+    case.until("a processor's use and memory of the pod", || {
+        let Ok(line) = case.kubectl(&["top", "pod", "p", "--no-headers"]) else { return Ok(None) };
+        let mut numbers = line
+            .split_whitespace()
+            .skip(1)
+            .map(|word| word.trim_end_matches(char::is_alphabetic).parse::<u32>().unwrap_or_default());
+        Ok(numbers.all(|number| number > 0).then_some(()))
+    })?;
+    case.kubectl(&["top", "node", peerpod_test_kube::NODE]).map(drop)
 }
 
 pub(crate) fn overhead(case: &Case<'_>) -> anyhow::Result<()> {
@@ -197,4 +239,41 @@ pub(crate) fn always_pulled(case: &Case<'_>) -> anyhow::Result<()> {
         "containers: [{name: c, image: IMAGE, imagePullPolicy: Always, command: [echo, runs]}]",
         "runs\n",
     )
+}
+
+pub(crate) fn long_log(case: &Case<'_>) -> anyhow::Result<()> {
+    // Logs are on the node, so kubelet sees them.
+    case.pod(
+        "p",
+        "containers: [{name: c, image: IMAGE, command: [sh, -c, 'yes | head -c 8000000; sleep 1000'],
+           resources: {limits: {ephemeral-storage: 2Mi}}}]",
+    )?;
+    case.phase("p", "Failed")?;
+    let status = case.get("pod/p")?["status"].clone();
+    let message = status["message"].as_str().unwrap_or_default();
+    ensure!(status["reason"] == "Evicted" && message.contains("ephemeral"), "{status}");
+    case.until("its VM is gone", || Ok((case.vms()? == 0).then_some(())))
+}
+
+pub(crate) fn large_image(case: &Case<'_>) -> anyhow::Result<()> {
+    let large = LayerBuilder::new().file("large", 0o644, &vec![7; LARGE_IMAGE]).build(Packing::Plain);
+    let registry = case.node.second_registry("large:1", &[busybox(), large], None)?;
+    let name = format!("{}/large:1", registry.address);
+    case.pod(
+        "p",
+        &format!(
+            "restartPolicy: Never, containers: [{{name: c, image: '{name}', command: [wc, -c, /large]}}]"
+        ),
+    )?;
+    // The VM pulls it after the node's container runtime did.
+    let part = format!("of {} MiB", LARGE_IMAGE >> 20);
+    case.until("the relay's log shows the progress", || {
+        let log = case.node.relay_log()?;
+        let mut lines = log.lines().filter(|line| line.contains(&part));
+        Ok(lines.any(|line| line.contains(case.namespace)).then_some(()))
+    })?;
+    case.phase("p", "Succeeded")?;
+    let log = case.kubectl(&["logs", "p"])?;
+    ensure!(log == format!("{LARGE_IMAGE} /large\n"), "{log:?}");
+    Ok(())
 }

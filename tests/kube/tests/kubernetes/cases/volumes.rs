@@ -1,8 +1,15 @@
 //! Volumes of files that kubelet writes.
 
+use std::thread;
+use std::time::Duration;
+
 use anyhow::ensure;
+use peerpod_world::eventually_blocking;
 
 use super::{Case, SLEEP};
+
+/// Time limit of the renewal of a token that lives for ten minutes.
+const RENEWAL: Duration = Duration::from_secs(700);
 
 pub(crate) fn live_update(case: &Case<'_>) -> anyhow::Result<()> {
     case.kubectl(&["create", "configmap", "m", "--from-literal=a=1", "--from-literal=b=1"])?;
@@ -123,5 +130,38 @@ pub(crate) fn empty_dir(case: &Case<'_>) -> anyhow::Result<()> {
     case.phase("p", "Succeeded")?;
     let log = case.kubectl(&["logs", "p"])?;
     ensure!(log == "kept\n", "{log:?}");
+    Ok(())
+}
+
+pub(crate) fn token_renewal(case: &Case<'_>) -> anyhow::Result<()> {
+    // kubelet renews a token after four fifths of its life, which has at least ten minutes.
+    case.pod(
+        "p",
+        &format!(
+            "volumes: [{{name: v, projected: {{sources: [{{serviceAccountToken: {{path: token, expirationSeconds: 600}}}}]}}}}],
+             containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'], volumeMounts: [{{name: v, mountPath: /v}}]}}]"
+        ),
+    )?;
+    case.ready("p")?;
+    let token = || case.exec("p", &["cat", "/v/token"]);
+    let first = token()?;
+    let second = eventually_blocking("another token", RENEWAL, || {
+        thread::sleep(Duration::from_secs(1));
+        token().ok().filter(|now| *now != first)
+    })?;
+    // The API server knows it.
+    let server = case.node.cluster.url();
+    let words = [
+        "auth",
+        "whoami",
+        "-o",
+        "jsonpath={.status.userInfo.username}",
+        "--server",
+        &server,
+        "--token",
+        &second,
+    ];
+    let user = case.kubectl(&words)?;
+    ensure!(user == format!("system:serviceaccount:{}:default", case.namespace), "{user}");
     Ok(())
 }
