@@ -108,12 +108,13 @@ test-kube: setup
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test cluster
 
 # Pods on a real node with kubelet, containerd and Kata's programs, which the folder KATA_DIR contains (CONTRIBUTING.md).
-test-kubernetes: setup image-minimal
+# SLICE=1: a dozen cases, which need no image of a VM and none of Kubernetes' programs for CSI (as in CI).
+test-kubernetes: setup $(if $(SLICE),,image-minimal)
 	tests/kube/build
-	tests/csi/build sidecars
+	$(if $(SLICE),,tests/csi/build sidecars)
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes
+	$(if $(SLICE),PEERPOD_TEST_PARTS=cases PEERPOD_TEST_CASES=slice) PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test kubernetes
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
 test-csi: setup
