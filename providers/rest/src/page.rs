@@ -1,0 +1,69 @@
+//! Reads lists that a cloud divides into pages.
+
+use peerpod_provider_api::Error;
+use peerpod_provider_cloud::ApiCall;
+use serde_json::Value;
+
+use crate::call::Rest;
+use crate::failure::Failure;
+use crate::request::Request;
+
+/// Most pages of a list; no node has a million VMs.
+const MAX_PAGES: usize = 1000;
+
+/// Form in which a page names the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// The page has the URL of the next one at this JSON pointer.
+    Link(&'static str),
+    /// The page has a token at this JSON pointer, which the next request has as this parameter.
+    Token(&'static str, &'static str),
+}
+
+impl Rest {
+    /// Reads all pages of a list, each by a call of its own, and gives each to `page`.
+    ///
+    /// # Errors
+    /// The failure of a call or of `page`; [`Error::Invalid`] for a link to another host; [`Error::Transient`] for an
+    /// answer that is no JSON object, for a page that names itself as the next one, and for more than 1000 pages. The
+    /// list is never shortened.
+    pub async fn pages(
+        &self,
+        call: ApiCall<'_>,
+        first: &Request,
+        next: Next,
+        mut page: impl FnMut(&Value) -> Result<(), Error>,
+    ) -> Result<(), Failure> {
+        let broken = |why: &str| Failure::from(Error::transient(format!("{}: {why}", call.what)));
+        let mut request = first.clone();
+        for _ in 0..MAX_PAGES {
+            let body = self.call(call, &request).await?.json();
+            if !body.is_object() {
+                return Err(broken("the answer is no JSON object"));
+            }
+            page(&body).map_err(|error| error.during(call.what))?;
+            let Some(following) = self.following(first, next, &body).map_err(|e| e.during(call.what))? else {
+                return Ok(());
+            };
+            if following.url() == request.url() {
+                return Err(broken("a page of the answer names itself as the next one"));
+            }
+            request = following;
+        }
+        Err(broken("more than 1000 pages; one node cannot have so many"))
+    }
+
+    fn following(&self, first: &Request, next: Next, body: &Value) -> Result<Option<Request>, Error> {
+        let text =
+            |pointer: &str| body.pointer(pointer).and_then(Value::as_str).filter(|text| !text.is_empty());
+        Ok(match next {
+            Next::Link(pointer) => match text(pointer) {
+                Some(link) => Some(first.clone().to(self.hosts().follow(link)?)),
+                None => None,
+            },
+            Next::Token(pointer, parameter) => {
+                text(pointer).map(|token| first.clone().query(parameter, token))
+            }
+        })
+    }
+}

@@ -1,0 +1,141 @@
+//! Keeps an access token and renews it before it ends. May touch the network, through the token's source.
+
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::hash::Hasher;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex as Lock;
+use peerpod_base::config::Secret;
+use peerpod_provider_api::Error;
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+
+use crate::http::Http;
+
+/// Part of its life after which a token is renewed, less a random part of [`SPREAD`].
+const RENEW: f64 = 0.8;
+/// Largest random part, so that the processes of a cluster do not renew at one time.
+const SPREAD: f64 = 0.05;
+/// Time before its end at which a token is not used any more, at most a tenth of its life.
+const MARGIN: Duration = Duration::from_secs(30);
+/// Time after a failed renewal during which the old token is used without another one.
+const AFTER_FAILURE: Duration = Duration::from_secs(10);
+/// Age below which a refused token is not renewed: a newer one would be refused, too.
+const YOUNG: Duration = Duration::from_secs(10);
+
+/// Access token, as its source issued it.
+#[derive(Debug, Clone)]
+pub struct Token {
+    /// Text of the token.
+    pub secret: Secret,
+    /// Time for which it is valid.
+    pub life: Duration,
+}
+
+/// Source of access tokens.
+#[async_trait]
+pub trait Source: Send + Sync {
+    /// Fetches a new token. Reads files of credentials again, because they change.
+    ///
+    /// # Errors
+    /// [`Error::Auth`] when the source refuses, with its words and the remedy; [`Error::Transient`] without an answer.
+    async fn fetch(&self, http: &Http) -> Result<Token, Error>;
+}
+
+#[async_trait]
+impl Source for Box<dyn Source> {
+    async fn fetch(&self, http: &Http) -> Result<Token, Error> {
+        self.as_ref().fetch(http).await
+    }
+}
+
+/// Token of one account, fetched at first use and renewed at four fifths of its life. Concurrent callers share one
+/// fetch; while an old token is valid, they use it meanwhile, also after a failed renewal.
+pub struct Tokens {
+    source: Box<dyn Source>,
+    kept: Lock<Option<Kept>>,
+    /// Held across a fetch.
+    fetching: Mutex<()>,
+}
+
+#[derive(Clone)]
+struct Kept {
+    secret: Secret,
+    made: Instant,
+    renew: Instant,
+    ends: Instant,
+}
+
+impl Tokens {
+    /// Returns a keeper without a token; fetches nothing.
+    pub fn new(source: impl Source + 'static) -> Tokens {
+        Tokens { source: Box::new(source), kept: Lock::default(), fetching: Mutex::default() }
+    }
+
+    /// Returns a valid token.
+    ///
+    /// # Errors
+    /// The error of the source, when there is no valid token.
+    pub async fn get(&self, http: &Http) -> Result<Secret, Error> {
+        let now = Instant::now();
+        let old = self.kept.lock().clone().filter(|kept| now < kept.ends);
+        let Some(old) = old else {
+            let _alone = self.fetching.lock().await;
+            // Another caller may have fetched it during the wait.
+            let kept = self.kept.lock().clone().filter(|kept| Instant::now() < kept.ends);
+            return match kept {
+                Some(kept) => Ok(kept.secret),
+                None => self.fetch(http).await,
+            };
+        };
+        if now < old.renew {
+            return Ok(old.secret);
+        }
+        let Ok(_alone) = self.fetching.try_lock() else { return Ok(old.secret) };
+        match self.fetch(http).await {
+            Ok(new) => Ok(new),
+            Err(error) => {
+                tracing::warn!("the access token was not renewed and the old one is used: {error}");
+                if let Some(kept) = self.kept.lock().as_mut() {
+                    kept.renew = Instant::now() + AFTER_FAILURE;
+                }
+                Ok(old.secret)
+            }
+        }
+    }
+
+    /// Returns a token other than `refused`, which the cloud did not accept; `None`: that one is so new that another
+    /// one would not help.
+    ///
+    /// # Errors
+    /// The error of the source.
+    pub async fn renew(&self, http: &Http, refused: &Secret) -> Result<Option<Secret>, Error> {
+        let _alone = self.fetching.lock().await;
+        let kept = self.kept.lock().clone();
+        match kept {
+            Some(kept) if kept.secret.expose() != refused.expose() => Ok(Some(kept.secret)),
+            Some(kept) if Instant::now().saturating_duration_since(kept.made) < YOUNG => Ok(None),
+            _ => self.fetch(http).await.map(Some),
+        }
+    }
+
+    async fn fetch(&self, http: &Http) -> Result<Secret, Error> {
+        let made = Instant::now();
+        let Token { secret, life } = self.source.fetch(http).await?;
+        let kept = Kept {
+            secret: secret.clone(),
+            made,
+            renew: made + life.mul_f64(RENEW - SPREAD * chance()),
+            ends: made + life.saturating_sub(MARGIN.min(life / 10)),
+        };
+        *self.kept.lock() = Some(kept);
+        Ok(secret)
+    }
+}
+
+/// Returns a random number from 0 to 1. The fresh keys of a hasher are the standard library's source of randomness.
+fn chance() -> f64 {
+    (RandomState::new().build_hasher().finish() % 1024) as f64 / 1024.0
+}
