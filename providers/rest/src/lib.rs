@@ -20,6 +20,8 @@ mod page;
 pub mod read;
 mod request;
 pub mod sources;
+#[cfg(test)]
+mod tests;
 mod token;
 
 pub use call::Rest;
