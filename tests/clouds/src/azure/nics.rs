@@ -1,0 +1,147 @@
+//! Network interfaces, made with a VM or by a call of their own.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::body::{at, list, text};
+use super::check;
+use super::route::Route;
+use super::{Azure, Refused, refused};
+use crate::fake::{Answer, Request, World};
+
+/// Network interface.
+#[derive(Debug, Clone)]
+pub struct Nic {
+    /// Name, as it was written.
+    pub name: String,
+    /// Body, as it was sent, or as the VM's body had it.
+    pub body: Value,
+    /// Key of the VM that has it.
+    pub vm: Option<String>,
+    /// Private address.
+    pub address: String,
+    /// Whether it goes with its VM.
+    pub goes: bool,
+    /// Whether it has a public address, and whether that goes with it.
+    pub public: Option<bool>,
+}
+
+impl Azure {
+    /// Adds a network interface that no VM has, as a create that was interrupted leaves it. Returns its id.
+    pub fn add_nic(&mut self, name: &str, tags: &Value, now: Duration) -> String {
+        let configuration = json!({"name": "first", "properties": {"primary": true, "subnet": {"id": Azure::subnet("default")}}});
+        let body = json!({"location": super::REGION, "tags": tags, "properties": {"ipConfigurations": [configuration]}});
+        self.new_nic(name, &body, None, now);
+        Azure::id("Microsoft.Network/networkInterfaces", name)
+    }
+
+    /// Stores a new network interface with an address of its own.
+    pub(super) fn new_nic(&mut self, name: &str, body: &Value, vm: Option<&str>, now: Duration) {
+        let number = self.number();
+        let public = list(body, "/properties/ipConfigurations").iter().find_map(|one| {
+            let public = at(one, "/properties/publicIPAddressConfiguration");
+            (!public.is_null()).then(|| text(public, "/properties/deleteOption") == "Delete")
+        });
+        let nic = Nic {
+            name: name.to_owned(),
+            body: body.clone(),
+            vm: vm.map(str::to_owned),
+            address: format!("10.{}.{}.{}", number >> 16, (number >> 8) & 255, number & 255),
+            goes: text(body, "/properties/deleteOption") == "Delete",
+            public,
+        };
+        self.nics.add(&name.to_ascii_lowercase(), nic, now);
+    }
+
+    fn nic_view(&self, nic: &Nic) -> Value {
+        let id = Azure::id("Microsoft.Network/networkInterfaces", &nic.name);
+        let configurations: Vec<Value> = list(&nic.body, "/properties/ipConfigurations")
+            .iter()
+            .enumerate()
+            .map(|(place, one)| {
+                let name = text(one, "/name");
+                let mut properties = json!({"provisioningState": "Succeeded", "privateIPAddress": nic.address,
+                    "privateIPAllocationMethod": "Dynamic", "privateIPAddressVersion": "IPv4",
+                    "primary": place == 0, "subnet": at(one, "/properties/subnet")});
+                let public = text(one, "/properties/publicIPAddressConfiguration/name");
+                if !public.is_empty() {
+                    properties["publicIPAddress"] =
+                        json!({"id": Azure::id("Microsoft.Network/publicIPAddresses", public)});
+                }
+                json!({"name": name, "id": format!("{id}/ipConfigurations/{name}"), "properties": properties})
+            })
+            .collect();
+        let mut view = json!({"name": nic.name, "id": id, "location": super::REGION, "etag": "W/\"1\"",
+            "type": "Microsoft.Network/networkInterfaces",
+            "properties": {"provisioningState": "Succeeded", "ipConfigurations": configurations,
+                "enableAcceleratedNetworking": at(&nic.body, "/properties/enableAcceleratedNetworking"),
+                "networkSecurityGroup": at(&nic.body, "/properties/networkSecurityGroup"), "nicType": "Standard"}});
+        if nic.body.get("tags").is_some_and(Value::is_object) {
+            view["tags"] = at(&nic.body, "/tags").clone();
+        }
+        if let Some(vm) = &nic.vm {
+            // The network provider writes the group in capitals.
+            let vm = self.vms.get(vm).map_or(vm.as_str(), |vm| &vm.name);
+            view["properties"]["virtualMachine"] = json!({"id": Azure::id("Microsoft.Compute/virtualMachines", vm)
+                .replace("/resourceGroups/pods/", "/resourceGroups/PODS/")});
+            view["properties"]["primary"] = json!(true);
+        }
+        view
+    }
+
+    pub(super) fn put_nic(
+        &mut self,
+        request: &Request,
+        route: &Route,
+        world: &World<'_>,
+    ) -> Result<Answer, Box<Refused>> {
+        let body = request.json();
+        check::nic_name(route.name())?;
+        check::nic(&body)?;
+        check::located(&body)?;
+        check::tags(at(&body, "/tags"))?;
+        let known = self.nics.get(&route.key()).is_some();
+        if known && request.header("if-none-match") == "*" {
+            return refused(412, "PreconditionFailed", "Precondition failed.");
+        }
+        if !known {
+            self.new_nic(route.name(), &body, None, world.now);
+        }
+        let view = self.nics.get(&route.key()).map(|nic| self.nic_view(nic)).unwrap_or_default();
+        Ok(Answer::json(if known { 200 } else { 201 }, &view))
+    }
+
+    pub(super) fn get_nic(&self, route: &Route) -> Result<Answer, Box<Refused>> {
+        let Some(nic) = self.nics.get(&route.key()) else { return route.not_found() };
+        Ok(Answer::json(200, &self.nic_view(nic)))
+    }
+
+    pub(super) fn list_nics(&self, request: &Request, world: &World<'_>) -> Result<Answer, Box<Refused>> {
+        let nics: Vec<Value> =
+            self.nics.listed(world.now, world.lag).map(|(_, nic)| self.nic_view(nic)).collect();
+        Ok(self.page(request, &nics, world))
+    }
+
+    pub(super) fn tag_nic(&mut self, request: &Request, route: &Route) -> Result<Answer, Box<Refused>> {
+        let body = request.json();
+        check::tags(at(&body, "/tags"))?;
+        let Some(nic) = self.nics.get_mut(&route.key()) else { return route.not_found() };
+        nic.body["tags"] = at(&body, "/tags").clone();
+        self.get_nic(route)
+    }
+
+    pub(super) fn delete_nic(&mut self, route: &Route, world: &World<'_>) -> Result<Answer, Box<Refused>> {
+        let Some(nic) = self.nics.get(&route.key()) else { return Ok(Answer::empty(204)) };
+        if let Some(vm) = &nic.vm {
+            let message = format!(
+                "Network Interface {} is used by existing resource {vm}. In order to delete the network interface, it \
+                 must be dissociated from the resource.",
+                route.name()
+            );
+            return refused(400, "NicInUse", message);
+        }
+        self.nics.remove(&route.key(), world.now);
+        Ok(self.begin(Answer::empty(202), world.now, None, None, world))
+    }
+}

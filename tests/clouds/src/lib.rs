@@ -1,0 +1,31 @@
+//! Provides clouds for tests of providers: fakes of our own, because no obtainable program behaves like these clouds.
+//!
+//! * [`Cloud`]: an HTTP server with one cloud for one test. It injects faults, throttles as the cloud does, checks tokens
+//!   and records every call. Its time can be stopped.
+//! * [`Fake`]: the part of one cloud.
+//! * [`Azure`]: Azure Resource Manager with virtual machines, network interfaces, disks, sizes and usages, and the
+//!   services that issue tokens.
+//!
+//! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
+//! fakes' answers.
+
+pub mod azure;
+mod clock;
+mod cloud;
+mod core;
+mod fake;
+mod faults;
+mod rates;
+mod server;
+mod store;
+mod tokens;
+
+pub use azure::Azure;
+pub use clock::stamp;
+pub use cloud::Cloud;
+pub use core::Call;
+pub use fake::{Answer, Fake, Request, World};
+pub use faults::Fault;
+pub use rates::Rate;
+pub use store::{Store, Stored};
+pub use tokens::Tokens;
