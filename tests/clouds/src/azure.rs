@@ -23,8 +23,10 @@ use serde_json::json;
 
 pub use disks::Disk;
 pub use nics::Nic;
+pub use nics::PublicIp;
 pub use operations::Operation;
 pub use sizes::Size;
+pub use vms::State;
 pub use vms::Vm;
 
 use crate::fake::{Answer, Fake, Request, World};
@@ -54,6 +56,8 @@ pub struct Azure {
     pub vms: Store<Vm>,
     /// Network interfaces, by their names in lower case.
     pub nics: Store<Nic>,
+    /// Public addresses, by their names in lower case.
+    pub public_ips: Store<PublicIp>,
     /// Managed disks, by their names in lower case.
     pub disks: Store<Disk>,
     /// Operations, by their ids.
@@ -66,6 +70,8 @@ pub struct Azure {
     pub delete_time: Duration,
     /// Whether deleted VMs leave their network interfaces, as after a failure in between.
     pub keeps_nics: bool,
+    /// Whether deleted VMs leave their OS disks.
+    pub keeps_disks: bool,
     /// Whether a shortage of capacity is in the answer to the create, not in its operation.
     pub refuses_at_once: bool,
     /// Cores left of the region's quota; `None`: endless.
@@ -79,12 +85,14 @@ impl Default for Azure {
         Azure {
             vms: Store::default(),
             nics: Store::default(),
+            public_ips: Store::default(),
             disks: Store::default(),
             operations: BTreeMap::new(),
             sizes: sizes::all(),
             page: 100,
             delete_time: Duration::ZERO,
             keeps_nics: false,
+            keeps_disks: false,
             refuses_at_once: false,
             quota: None,
             next: 0,
@@ -159,6 +167,9 @@ impl Azure {
             "NetworkInterfaces_List" => self.list_nics(request, world),
             "NetworkInterfaces_Delete" => self.delete_nic(route, world),
             "NetworkInterfaces_UpdateTags" => self.tag_nic(request, route),
+            "PublicIPAddresses_Get" => self.get_public(route),
+            "PublicIPAddresses_List" => self.list_publics(request, world),
+            "PublicIPAddresses_Delete" => self.delete_public(route, world),
             "Disks_CreateOrUpdate" => self.put_disk(request, route, world),
             "Disks_Get" => self.get_disk(route),
             "Disks_ListByResourceGroup" => self.list_disks(request, world),

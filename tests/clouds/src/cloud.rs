@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde_json::Value;
 use tokio::task::JoinHandle;
 
-use crate::core::{Call, Core};
-use crate::fake::{Fake, World};
+use crate::core::{Call, Core, Delivery};
+use crate::fake::{Answer, Fake, Request, World};
 use crate::faults::{Fault, Faults};
 use crate::rates::Rates;
 use crate::server::{Shared, serve};
@@ -64,6 +65,7 @@ impl<F: Fake> Cloud<F> {
         let mut world = World {
             now,
             endpoint: "",
+            is_witness: true,
             lag: Duration::ZERO,
             late: None,
             left: Vec::new(),
@@ -71,6 +73,35 @@ impl<F: Fake> Cloud<F> {
             faults: &mut core.faults,
         };
         work(&mut core.fake, &mut world)
+    }
+
+    /// Calls like a witness, without a socket: `ask("GET", "/path?query", None)`.
+    pub fn ask(&self, method: &str, target: &str, body: Option<&Value>) -> Answer {
+        let request = Request::new(method, target, &[], body);
+        self.shared.core.lock().plain(&request, &self.witness_endpoint())
+    }
+
+    /// Calls like a provider with a valid token, without a socket. `None`: the connection would break. Late answers come
+    /// at once.
+    pub fn call(
+        &self,
+        method: &str,
+        target: &str,
+        headers: &[(&str, &str)],
+        body: Option<&Value>,
+    ) -> Option<Answer> {
+        let token = format!("Bearer {}", self.token());
+        let mut request = Request::new(method, target, headers, body);
+        request.headers.entry("authorization".to_owned()).or_insert(token);
+        match self.shared.core.lock().faulty(&request, &self.endpoint()) {
+            (_, Delivery::Broken) => None,
+            (answer, Delivery::After(_)) => Some(answer),
+        }
+    }
+
+    /// Issues a token that is valid for an hour.
+    pub fn token(&self) -> String {
+        self.with(|_, world| world.tokens.issue(world.now, Duration::from_secs(3_600)))
     }
 
     /// Makes the next `times` calls of an action fail.

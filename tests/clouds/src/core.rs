@@ -79,6 +79,7 @@ impl<F: Fake> Core<F> {
         let mut world = World {
             now,
             endpoint,
+            is_witness: true,
             lag: Duration::ZERO,
             late: None,
             left: Vec::new(),
@@ -146,8 +147,16 @@ impl<F: Fake> Core<F> {
             Some(Fault::StaleList(lag)) => *lag,
             _ => self.faults.lag,
         };
-        let mut world =
-            World { now, endpoint, lag, late, left, tokens: &mut self.tokens, faults: &mut self.faults };
+        let mut world = World {
+            now,
+            endpoint,
+            is_witness: false,
+            lag,
+            late,
+            left,
+            tokens: &mut self.tokens,
+            faults: &mut self.faults,
+        };
         (self.fake.answer(request, action, &mut world), false)
     }
 }

@@ -49,6 +49,8 @@ pub struct World<'a> {
     pub now: Duration,
     /// Base of the URLs in the answer: scheme, host and port that the caller used.
     pub endpoint: &'a str,
+    /// Whether a witness asks, not a provider.
+    pub is_witness: bool,
     /// Time for which lists miss changes.
     pub lag: Duration,
     /// Code and text of the refusal that follows the acceptance of this create, if the test set one.
@@ -88,6 +90,23 @@ pub struct Request {
 }
 
 impl Request {
+    /// Returns a request to this path and query, with JSON if there is a body.
+    pub fn new(method: &str, target: &str, headers: &[(&str, &str)], body: Option<&Value>) -> Request {
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
+        let mut all: BTreeMap<String, String> =
+            headers.iter().map(|(name, value)| (name.to_ascii_lowercase(), (*value).to_owned())).collect();
+        if body.is_some() {
+            all.insert("content-type".to_owned(), "application/json".to_owned());
+        }
+        Request {
+            method: method.to_owned(),
+            path: path.to_owned(),
+            query: pairs(query),
+            headers: all,
+            body: body.map(|body| body.to_string().into()).unwrap_or_default(),
+        }
+    }
+
     /// Returns the decoded parts of the path.
     pub fn parts(&self) -> Vec<String> {
         self.path.split('/').filter(|part| !part.is_empty()).map(decode).collect()
@@ -130,6 +149,16 @@ impl Answer {
     pub fn json(status: u16, body: &Value) -> Answer {
         Answer { status, body: body.to_string().into(), ..Answer::default() }
             .header("content-type", "application/json; charset=utf-8")
+    }
+
+    /// Returns the body as JSON; `Null` when it is none.
+    pub fn value(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+
+    /// Returns a header, or an empty text.
+    pub fn get(&self, name: &str) -> &str {
+        self.headers.iter().find(|(one, _)| one == name).map_or("", |(_, value)| value)
     }
 
     /// Returns an answer without a body.

@@ -23,8 +23,21 @@ pub struct Nic {
     pub address: String,
     /// Whether it goes with its VM.
     pub goes: bool,
-    /// Whether it has a public address, and whether that goes with it.
-    pub public: Option<bool>,
+    /// Key of its public address.
+    pub public: Option<String>,
+}
+
+/// Public address.
+#[derive(Debug, Clone)]
+pub struct PublicIp {
+    /// Name, as it was written.
+    pub name: String,
+    /// Address.
+    pub address: String,
+    /// Key of the interface that has it.
+    pub nic: Option<String>,
+    /// Whether it goes with its interface's VM.
+    pub goes: bool,
 }
 
 impl Azure {
@@ -39,19 +52,26 @@ impl Azure {
     /// Stores a new network interface with an address of its own.
     pub(super) fn new_nic(&mut self, name: &str, body: &Value, vm: Option<&str>, now: Duration) {
         let number = self.number();
-        let public = list(body, "/properties/ipConfigurations").iter().find_map(|one| {
-            let public = at(one, "/properties/publicIPAddressConfiguration");
-            (!public.is_null()).then(|| text(public, "/properties/deleteOption") == "Delete")
+        let key = name.to_ascii_lowercase();
+        let wanted = list(body, "/properties/ipConfigurations").iter();
+        let mut wanted = wanted.map(|one| at(one, "/properties/publicIPAddressConfiguration"));
+        let public = wanted.find(|one| one.is_object()).map(|wanted| PublicIp {
+            name: text(wanted, "/name").to_owned(),
+            address: format!("203.0.113.{}", number & 255),
+            nic: Some(key.clone()),
+            goes: text(wanted, "/properties/deleteOption") == "Delete",
         });
+        let public_key = public.as_ref().map(|one| one.name.to_ascii_lowercase());
+        public.into_iter().for_each(|one| self.public_ips.add(&one.name.to_ascii_lowercase(), one, now));
         let nic = Nic {
             name: name.to_owned(),
             body: body.clone(),
             vm: vm.map(str::to_owned),
             address: format!("10.{}.{}.{}", number >> 16, (number >> 8) & 255, number & 255),
             goes: text(body, "/properties/deleteOption") == "Delete",
-            public,
+            public: public_key,
         };
-        self.nics.add(&name.to_ascii_lowercase(), nic, now);
+        self.nics.add(&key, nic, now);
     }
 
     fn nic_view(&self, nic: &Nic) -> Value {
@@ -141,7 +161,47 @@ impl Azure {
             );
             return refused(400, "NicInUse", message);
         }
+        if let Some(public) = nic.public.clone().and_then(|key| self.public_ips.get_mut(&key)) {
+            public.nic = None;
+        }
         self.nics.remove(&route.key(), world.now);
+        Ok(self.begin(Answer::empty(202), world.now, None, None, world))
+    }
+}
+
+fn public_view(one: &PublicIp) -> Value {
+    let id = Azure::id("Microsoft.Network/publicIPAddresses", &one.name);
+    let mut view = json!({"name": one.name, "id": id, "location": super::REGION, "sku": {"name": "Standard"},
+        "type": "Microsoft.Network/publicIPAddresses",
+        "properties": {"provisioningState": "Succeeded", "ipAddress": one.address,
+            "publicIPAllocationMethod": "Static", "publicIPAddressVersion": "IPv4"}});
+    if let Some(nic) = &one.nic {
+        let nic = Azure::id("Microsoft.Network/networkInterfaces", nic);
+        view["properties"]["ipConfiguration"] = json!({"id": format!("{nic}/ipConfigurations/first")});
+    }
+    view
+}
+
+impl Azure {
+    pub(super) fn get_public(&self, route: &Route) -> Result<Answer, Box<Refused>> {
+        let Some(one) = self.public_ips.get(&route.key()) else { return route.not_found() };
+        Ok(Answer::json(200, &public_view(one)))
+    }
+
+    pub(super) fn list_publics(&self, request: &Request, world: &World<'_>) -> Result<Answer, Box<Refused>> {
+        let all: Vec<Value> =
+            self.public_ips.listed(world.now, world.lag).map(|(_, one)| public_view(one)).collect();
+        Ok(self.page(request, &all, world))
+    }
+
+    pub(super) fn delete_public(&mut self, route: &Route, world: &World<'_>) -> Result<Answer, Box<Refused>> {
+        let Some(one) = self.public_ips.get(&route.key()) else { return Ok(Answer::empty(204)) };
+        if one.nic.is_some() {
+            let message =
+                format!("Public IP address {} can not be deleted since it is still allocated.", one.name);
+            return refused(400, "PublicIPAddressCannotBeDeleted", message);
+        }
+        self.public_ips.remove(&route.key(), world.now);
         Ok(self.begin(Answer::empty(202), world.now, None, None, world))
     }
 }

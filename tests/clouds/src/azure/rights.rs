@@ -9,6 +9,7 @@ use crate::rates::Rate;
 
 const VM: &str = "Microsoft.Compute/virtualMachines";
 const NIC: &str = "Microsoft.Network/networkInterfaces";
+const PUBLIC: &str = "Microsoft.Network/publicIPAddresses";
 const DISK: &str = "Microsoft.Compute/disks";
 
 /// Returns the actions that a role must contain for this call, those on linked resources included.
@@ -34,6 +35,8 @@ pub(super) fn of(request: &Request, action: &str) -> Vec<String> {
         "NetworkInterfaces_UpdateTags" => vec![format!("{NIC}/write")],
         "NetworkInterfaces_Get" | "NetworkInterfaces_List" => vec![format!("{NIC}/read")],
         "NetworkInterfaces_Delete" => vec![format!("{NIC}/delete")],
+        "PublicIPAddresses_Get" | "PublicIPAddresses_List" => vec![format!("{PUBLIC}/read")],
+        "PublicIPAddresses_Delete" => vec![format!("{PUBLIC}/delete")],
         "Disks_CreateOrUpdate" => vec![format!("{DISK}/write")],
         "Disks_Get" | "Disks_ListByResourceGroup" => vec![format!("{DISK}/read")],
         "Disks_Delete" => vec![format!("{DISK}/delete")],
@@ -88,8 +91,8 @@ fn nic(body: &Value) -> Vec<String> {
         .flatten()
         .any(|one| !at(one, "/properties/publicIPAddressConfiguration").is_null())
     {
-        rights.push("Microsoft.Network/publicIPAddresses/write".to_owned());
-        rights.push("Microsoft.Network/publicIPAddresses/join/action".to_owned());
+        rights.push(format!("{PUBLIC}/write"));
+        rights.push(format!("{PUBLIC}/join/action"));
     }
     rights
 }

@@ -103,17 +103,30 @@ impl Azure {
     /// Removes a VM, and what goes with it.
     fn end(&mut self, key: &str, now: Duration) {
         self.vms.remove(key, now);
-        let keeps = self.keeps_nics;
+        let (keeps, keeps_disks) = (self.keeps_nics, self.keeps_disks);
         let mut gone = Vec::new();
+        let mut publics = Vec::new();
         for (name, nic) in self.nics.all_mut().filter(|(_, nic)| nic.vm.as_deref() == Some(key)) {
             nic.vm = None;
-            gone.extend((nic.goes && !keeps).then(|| name.to_owned()));
+            if nic.goes && !keeps {
+                gone.push(name.to_owned());
+                publics.extend(nic.public.clone());
+            }
+        }
+        for name in &publics {
+            let goes = self.public_ips.get_mut(name).is_some_and(|one| {
+                one.nic = None;
+                one.goes
+            });
+            if goes {
+                self.public_ips.remove(name, now);
+            }
         }
         self.nics.remove_all(&gone, now);
         gone.clear();
         for (name, disk) in self.disks.all_mut().filter(|(_, disk)| disk.vm.as_deref() == Some(key)) {
             (disk.vm, disk.lun) = (None, None);
-            gone.extend(disk.goes.then(|| name.to_owned()));
+            gone.extend((disk.goes && !keeps_disks).then(|| name.to_owned()));
         }
         self.disks.remove_all(&gone, now);
     }
@@ -133,6 +146,15 @@ impl Azure {
         let key = route.key();
         if self.vms.get(&key).is_some() {
             return self.put_again(request, route, &body, world);
+        }
+        let condition = request.header("if-none-match");
+        if condition != "*" && !world.is_witness {
+            // Azure would create the VM. The same call would change a VM of this name, so no provider may send it.
+            return refused(
+                400,
+                "ConditionRequired",
+                "A create without If-None-Match can change a VM that runs.",
+            );
         }
         let size = check::vm(self, route.name(), &body)?;
         let refusal = self.scarce(&size, &body, world)?;

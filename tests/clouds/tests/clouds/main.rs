@@ -1,0 +1,6 @@
+//! Tests that the fakes behave like their clouds, because other tests rely on it.
+
+#![allow(clippy::unwrap_used)]
+
+mod azure;
+mod socket;

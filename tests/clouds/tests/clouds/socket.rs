@@ -1,0 +1,56 @@
+//! Calls a cloud over its socket, as a provider does.
+
+use std::time::Duration;
+
+use peerpod_test_clouds::azure::{ASSERTION, CLIENT, SUBSCRIPTION, TENANT};
+use peerpod_test_clouds::{Azure, Cloud, Fault};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Sends a request; returns the answer with its head, empty when the connection broke.
+async fn send(endpoint: &str, line: &str, token: &str, body: &str) -> String {
+    let address = endpoint.strip_prefix("http://").unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = format!(
+        "{line} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\nauthorization: Bearer {token}\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok();
+    answer
+}
+
+#[tokio::test]
+async fn a_token_admits_until_it_expires() {
+    let cloud = Cloud::start(Azure::default()).await.unwrap();
+    let form = format!(
+        "grant_type=client_credentials&client_id={CLIENT}&scope=https%3A%2F%2Fmanagement.azure.com%2F.default\
+         &client_assertion_type=urn%3Aietf%3Aparams%3Aoauth%3Aclient-assertion-type%3Ajwt-bearer&client_assertion={ASSERTION}"
+    );
+    let answer = send(&cloud.endpoint(), &format!("POST /{TENANT}/oauth2/v2.0/token"), "", &form).await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("token-1"), "{answer}");
+    let list = format!(
+        "GET /subscriptions/{SUBSCRIPTION}/resourceGroups/pods/providers/Microsoft.Compute/virtualMachines\
+         ?api-version=2024-07-01"
+    );
+    assert!(send(&cloud.endpoint(), &list, "token-1", "").await.starts_with("HTTP/1.1 200"));
+    assert!(send(&cloud.endpoint(), &list, "another", "").await.starts_with("HTTP/1.1 401"));
+    cloud.advance(Duration::from_secs(3_600));
+    assert!(send(&cloud.endpoint(), &list, "token-1", "").await.contains("ExpiredAuthenticationToken"));
+    assert_eq!(cloud.count(Some("VirtualMachines_List")), 3);
+}
+
+#[tokio::test]
+async fn a_broken_connection_is_one_without_an_answer() {
+    let cloud = Cloud::start(Azure::default()).await.unwrap();
+    cloud.fail("Token", Fault::Reset, 1);
+    let head = format!("POST /{TENANT}/oauth2/v2.0/token");
+    assert_eq!(send(&cloud.endpoint(), &head, "", "").await, "");
+    assert!(send(&cloud.endpoint(), &head, "", "").await.starts_with("HTTP/1.1 400"));
+    let witness =
+        send(&cloud.witness_endpoint(), "GET /subscriptions/x?api-version=2024-07-01", "", "").await;
+    assert!(witness.contains("SubscriptionNotFound"), "{witness}");
+    assert_eq!(cloud.calls().iter().map(|call| call.status).collect::<Vec<_>>(), [0, 400]);
+}
