@@ -3,7 +3,6 @@
 //!
 //! Sources: the API's descriptions in `armcompute` and `armnetwork`, and Azure's published limits and error codes.
 
-mod body;
 mod check;
 mod disks;
 mod facts;
@@ -29,7 +28,7 @@ pub use sizes::Size;
 pub use vms::State;
 pub use vms::Vm;
 
-use crate::fake::{Answer, Fake, Request, World};
+use crate::fake::{Answer, Fake, Refused, Request, World};
 use crate::rates::Rate;
 use crate::store::Store;
 use route::Route;
@@ -98,19 +97,6 @@ impl Default for Azure {
             next: 0,
         }
     }
-}
-
-/// Refusal of a call: status, code, text.
-#[derive(Debug)]
-pub(crate) struct Refused {
-    status: u16,
-    code: String,
-    message: String,
-}
-
-/// Returns a refusal.
-fn refused<T>(status: u16, code: &str, message: impl Into<String>) -> Result<T, Box<Refused>> {
-    Err(Box::new(Refused { status, code: code.to_owned(), message: message.into() }))
 }
 
 impl Azure {
@@ -185,6 +171,10 @@ impl Azure {
 impl Fake for Azure {
     fn action(&self, request: &Request) -> String {
         Route::of(request).action(&request.method).to_owned()
+    }
+
+    fn is_later_page(&self, request: &Request) -> bool {
+        !request.query("$skiptoken").is_empty()
     }
 
     fn rights(&self, request: &Request, action: &str) -> Vec<String> {

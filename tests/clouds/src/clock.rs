@@ -43,6 +43,11 @@ pub fn stamp(now: Duration) -> String {
     rfc3339(*start + now)
 }
 
+/// Returns a time since 1970 as RFC 3339, as Google's token services write it.
+pub(crate) fn zulu(time: Duration) -> String {
+    rfc3339(time).replace("+00:00", "Z")
+}
+
 /// Returns a time since 1970 as RFC 3339, with milliseconds.
 fn rfc3339(time: Duration) -> String {
     let (seconds, millis) = (time.as_secs(), time.subsec_millis());

@@ -94,7 +94,9 @@ impl<F: Fake> Core<F> {
         let now = self.tick();
         let action = self.fake.action(request);
         let rights = self.fake.rights(request, &action);
-        let fault = self.faults.next(&action);
+        let later =
+            self.fake.is_later_page(request).then(|| self.faults.next(&format!("{action} second page")));
+        let fault = later.flatten().or_else(|| self.faults.next(&action));
         let (answer, throttled) = match &fault {
             Some(Fault::Reset) => (Answer::default(), false),
             Some(Fault::Answer(answer)) => (answer.clone(), false),

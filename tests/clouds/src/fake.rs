@@ -15,6 +15,10 @@ pub trait Fake: Send + 'static {
     /// Returns the call's name, as the vendor's description of the API names it. Faults, rates and records use it.
     fn action(&self, request: &Request) -> String;
 
+    /// Returns whether the request asks for a page of a list after the first. Its faults have a name of their own: the
+    /// action and ` second page`.
+    fn is_later_page(&self, request: &Request) -> bool;
+
     /// Returns the rights that the cloud checks for this call, by the names that its roles list.
     fn rights(&self, request: &Request, action: &str) -> Vec<String>;
 
@@ -177,6 +181,19 @@ impl Answer {
         self.headers.push((name.to_owned(), value.into()));
         self
     }
+}
+
+/// Refusal of a call: status, code, text.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    pub(crate) status: u16,
+    pub(crate) code: String,
+    pub(crate) message: String,
+}
+
+/// Returns a refusal.
+pub(crate) fn refused<T>(status: u16, code: &str, message: impl Into<String>) -> Result<T, Box<Refused>> {
+    Err(Box::new(Refused { status, code: code.to_owned(), message: message.into() }))
 }
 
 /// Reads `a=1&b=2`.

@@ -5,16 +5,20 @@
 //! * [`Fake`]: the part of one cloud.
 //! * [`Azure`]: Azure Resource Manager with virtual machines, network interfaces, disks, sizes and usages, and the
 //!   services that issue tokens.
+//! * [`Gcp`]: Google's Compute Engine with instances, bulk inserts, disks, operations and machine types, and the
+//!   services that issue tokens.
 //!
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
 //! fakes' answers.
 
 pub mod azure;
+mod body;
 mod clock;
 mod cloud;
 mod core;
 mod fake;
 mod faults;
+pub mod gcp;
 mod rates;
 mod server;
 mod store;
@@ -26,6 +30,7 @@ pub use cloud::Cloud;
 pub use core::Call;
 pub use fake::{Answer, Fake, Request, World};
 pub use faults::Fault;
+pub use gcp::Gcp;
 pub use rates::Rate;
 pub use store::{Store, Stored};
 pub use tokens::Tokens;

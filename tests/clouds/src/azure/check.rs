@@ -4,10 +4,11 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
-use super::body::{at, list, text};
 use super::facts::{self, Image};
 use super::sizes::Size;
-use super::{Azure, REGION, Refused, refused};
+use super::{Azure, REGION};
+use crate::body::{at, list, text};
+use crate::fake::{Refused, refused};
 
 type Checked = Result<(), Box<Refused>>;
 

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::body::{at, last, list, text};
 use super::route::Route;
 use super::vms::State;
-use super::{Azure, REGION, Refused, refused};
+use super::{Azure, REGION};
+use crate::body::{at, last, list, text};
 use crate::clock::stamp;
-use crate::fake::{Answer, Request, World};
+use crate::fake::{Answer, Refused, Request, World, refused};
 
 /// Managed disk.
 #[derive(Debug, Clone)]

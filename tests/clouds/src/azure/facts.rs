@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::body::text;
 use super::route::Route;
-use super::{Azure, GROUP, REGION, Refused, SUBSCRIPTION, refused};
-use crate::fake::{Answer, Request};
+use super::{Azure, GROUP, REGION, SUBSCRIPTION};
+use crate::body::text;
+use crate::fake::{Answer, Refused, Request, refused};
 
 /// Image of a gallery.
 #[derive(Debug, Clone, Copy)]

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::body::{at, list, text};
+use super::Azure;
 use super::check;
 use super::route::Route;
-use super::{Azure, Refused, refused};
-use crate::fake::{Answer, Request, World};
+use crate::body::{at, list, text};
+use crate::fake::{Answer, Refused, Request, World, refused};
 
 /// Network interface.
 #[derive(Debug, Clone)]

@@ -5,9 +5,9 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::route::Route;
-use super::{Azure, REGION, Refused, SUBSCRIPTION};
+use super::{Azure, REGION, SUBSCRIPTION};
 use crate::clock::stamp;
-use crate::fake::{Answer, Request, World};
+use crate::fake::{Answer, Refused, Request, World};
 
 /// Operation of a VM, or of another resource.
 #[derive(Debug, Clone)]

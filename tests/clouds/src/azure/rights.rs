@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use super::body::{at, text};
 use super::route::Route;
+use crate::body::{at, text};
 use crate::fake::Request;
 use crate::rates::Rate;
 

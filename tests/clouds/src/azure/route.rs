@@ -1,7 +1,7 @@
 //! Reads which call of Azure a request is.
 
-use super::{GROUP, REGION, Refused, SUBSCRIPTION, refused};
-use crate::fake::Request;
+use super::{GROUP, REGION, SUBSCRIPTION};
+use crate::fake::{Refused, Request, refused};
 
 /// Parts of a path that matter.
 #[derive(Debug, Default, Clone)]

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::{ASSERTION, CLIENT, Refused, SECRET, TENANT};
-use crate::fake::{Answer, Request, World};
+use super::{ASSERTION, CLIENT, SECRET, TENANT};
+use crate::fake::{Answer, Refused, Request, World};
 
 const LIFE: Duration = Duration::from_secs(3_599);
 

@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::body::{at, list, text};
 use super::vms::{State, Vm};
 use super::{Azure, REGION};
+use crate::body::{at, list, text};
 use crate::clock::stamp;
 
 /// Parts of a VM that only come when they are asked for.

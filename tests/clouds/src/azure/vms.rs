@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::body::{at, last, list, text};
 use super::check;
 use super::route::Route;
 use super::view::{self, Shown};
-use super::{Azure, Refused, Size, refused};
-use crate::fake::{Answer, Request, World};
+use super::{Azure, Size};
+use crate::body::{at, last, list, text};
+use crate::fake::{Answer, Refused, Request, World, refused};
 
 /// State of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

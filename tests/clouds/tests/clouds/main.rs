@@ -3,4 +3,5 @@
 #![allow(clippy::unwrap_used)]
 
 mod azure;
+mod gcp;
 mod socket;
