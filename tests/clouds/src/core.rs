@@ -21,6 +21,8 @@ pub struct Call {
     pub rights: Vec<String>,
     /// The request itself, with all that it carries.
     pub request: Request,
+    /// The answer, also one that was lost.
+    pub answer: Answer,
     /// Status of the answer; 0 without an answer.
     pub status: u16,
     /// Whether the cloud refused it because of its rate.
@@ -111,7 +113,8 @@ impl<F: Fake> Core<F> {
             _ => Delivery::After(Duration::ZERO),
         };
         let status = if matches!(delivery, Delivery::Broken) { 0 } else { answer.status };
-        self.calls.push(Call { at: now, action, rights, request: request.clone(), status, throttled });
+        let (request, recorded) = (request.clone(), answer.clone());
+        self.calls.push(Call { at: now, action, rights, request, answer: recorded, status, throttled });
         (answer, delivery)
     }
 

@@ -7,6 +7,7 @@
 //!   services that issue tokens.
 //! * [`Gcp`]: Google's Compute Engine with instances, bulk inserts, disks, operations and machine types, and the
 //!   services that issue tokens.
+//! * [`witness`]: the vendors' models and clients.
 //!
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
 //! fakes' answers.
@@ -23,6 +24,7 @@ mod rates;
 mod server;
 mod store;
 mod tokens;
+pub mod witness;
 
 pub use azure::Azure;
 pub use clock::stamp;

@@ -108,7 +108,7 @@ pub(super) fn answer(action: &str, route: &Route) -> Result<Answer, Box<Refused>
         "GalleryImageVersions_Get" if name(0).eq_ignore_ascii_case("pods") => version(name(1), name(2)),
         "CommunityGalleryImages_Get" if name(1).eq_ignore_ascii_case("pods-0000") => definition(name(2), name(1)),
         "CommunityGalleryImageVersions_Get" if name(1).eq_ignore_ascii_case("pods-0000") => {
-            version(name(2), name(3))
+            community_version(name(1), name(2), name(3))
         }
         "Subnets_Get" => is_subnet(name(0), name(1)).then(|| {
             json!({"id": Azure::subnet(name(1)), "name": name(1), "type": "Microsoft.Network/virtualNetworks/subnets",
@@ -165,4 +165,14 @@ fn version(name: &str, version: &str) -> Option<Value> {
     Some(json!({"id": Azure::image(image.name), "name": version, "location": REGION, "properties": {
         "provisioningState": "Succeeded", "publishingProfile": {"targetRegions": target},
         "storageProfile": {"osDiskImage": {"sizeInGB": 4, "hostCaching": "None"}}}}))
+}
+
+fn community_version(gallery: &str, name: &str, version: &str) -> Option<Value> {
+    let image = named(name).filter(|_| version == "1.0.0")?;
+    let id = format!("/CommunityGalleries/{gallery}/Images/{}/Versions/{version}", image.name);
+    Some(
+        json!({"name": version, "location": REGION, "type": "Microsoft.Compute/locations/communityGalleries/images/versions",
+        "identifier": {"uniqueId": id}, "properties": {"excludeFromLatest": false,
+        "storageProfile": {"osDiskImage": {"diskSizeGB": 4, "hostCaching": "None"}}}}),
+    )
 }

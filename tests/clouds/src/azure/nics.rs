@@ -94,9 +94,13 @@ impl Azure {
             .collect();
         let mut view = json!({"name": nic.name, "id": id, "location": super::REGION, "etag": "W/\"1\"",
             "type": "Microsoft.Network/networkInterfaces",
-            "properties": {"provisioningState": "Succeeded", "ipConfigurations": configurations,
-                "enableAcceleratedNetworking": at(&nic.body, "/properties/enableAcceleratedNetworking"),
-                "networkSecurityGroup": at(&nic.body, "/properties/networkSecurityGroup"), "nicType": "Standard"}});
+            "properties": {"provisioningState": "Succeeded", "ipConfigurations": configurations, "nicType": "Standard"}});
+        for field in ["enableAcceleratedNetworking", "networkSecurityGroup"] {
+            let value = at(&nic.body, &format!("/properties/{field}"));
+            if !value.is_null() {
+                view["properties"][field] = value.clone();
+            }
+        }
         if nic.body.get("tags").is_some_and(Value::is_object) {
             view["tags"] = at(&nic.body, "/tags").clone();
         }

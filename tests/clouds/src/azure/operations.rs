@@ -42,7 +42,7 @@ impl Azure {
         let answer = answer
             .header("azure-asyncoperation", format!("{url}?p=1&api-version=2024-07-01"))
             .header("azure-asyncnotification", "Enabled")
-            .header("retry-after", "10");
+            .header("retry-after", patience(world));
         if has_result || answer.status == 202 {
             return answer.header("location", format!("{url}?p=1&monitor=true&api-version=2024-07-01"));
         }
@@ -60,7 +60,7 @@ impl Azure {
         let is_over = one.ends <= world.now;
         let is_monitor = request.query("monitor") == "true";
         if is_monitor && !is_over {
-            return Ok(Answer::empty(202).header("retry-after", "10"));
+            return Ok(Answer::empty(202).header("retry-after", patience(world)));
         }
         if is_monitor {
             return Ok(match (&one.error, &one.result) {
@@ -73,7 +73,7 @@ impl Azure {
         }
         let mut body = json!({"startTime": stamp(one.began), "name": route.name(), "status": "InProgress"});
         if !is_over {
-            return Ok(Answer::json(200, &body).header("retry-after", "10"));
+            return Ok(Answer::json(200, &body).header("retry-after", patience(world)));
         }
         body["endTime"] = json!(stamp(one.ends));
         body["status"] = json!(if one.error.is_some() { "Failed" } else { "Succeeded" });
@@ -98,4 +98,9 @@ impl Azure {
         }
         Answer::json(200, &body)
     }
+}
+
+/// Returns the seconds that a caller is asked to wait. A witness does not wait.
+fn patience(world: &World<'_>) -> &'static str {
+    if world.is_witness { "0" } else { "10" }
 }

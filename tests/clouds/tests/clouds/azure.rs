@@ -11,14 +11,14 @@ const NEW: &[(&str, &str)] = &[("if-none-match", "*")];
 const SECOND: Duration = Duration::from_secs(1);
 
 /// A cloud whose time the test moves: it decides after a second, and a VM boots in ten more.
-async fn start() -> Cloud<Azure> {
+pub(super) async fn start() -> Cloud<Azure> {
     let cloud = Cloud::start(Azure::default()).await.unwrap();
     cloud.stop_time();
     cloud.set_times(SECOND, 10 * SECOND);
     cloud
 }
 
-fn path(kind: &str, rest: &str) -> String {
+pub(super) fn path(kind: &str, rest: &str) -> String {
     let (rest, query) =
         rest.split_once('?').map_or((rest, String::new()), |(rest, query)| (rest, format!("&{query}")));
     format!(
@@ -26,12 +26,12 @@ fn path(kind: &str, rest: &str) -> String {
     )
 }
 
-fn vm(rest: &str) -> String {
+pub(super) fn vm(rest: &str) -> String {
     path("Microsoft.Compute/virtualMachines", rest)
 }
 
 /// A body that Azure accepts.
-fn body(name: &str) -> Value {
+pub(super) fn body(name: &str) -> Value {
     json!({
         "location": "westeurope", "zones": ["1"], "tags": {"peerpod.key": name},
         "properties": {

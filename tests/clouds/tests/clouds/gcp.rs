@@ -11,24 +11,24 @@ const FIRST: &str = "11111111-1111-4111-8111-111111111111";
 const OTHER: &str = "22222222-2222-4222-8222-222222222222";
 
 /// A cloud whose time the test moves: it decides after a second, and an instance boots in ten more.
-async fn start() -> Cloud<Gcp> {
+pub(super) async fn start() -> Cloud<Gcp> {
     let cloud = Cloud::start(Gcp::default()).await.unwrap();
     cloud.stop_time();
     cloud.set_times(SECOND, 10 * SECOND);
     cloud
 }
 
-fn path(rest: &str) -> String {
+pub(super) fn path(rest: &str) -> String {
     format!("/compute/v1/projects/{PROJECT}/{rest}")
 }
 
 /// Path below the first zone.
-fn zonal(rest: &str) -> String {
+pub(super) fn zonal(rest: &str) -> String {
     path(&format!("zones/{}/{rest}", ZONES[0]))
 }
 
 /// A body that Google accepts.
-fn body(name: &str) -> Value {
+pub(super) fn body(name: &str) -> Value {
     let zone = ZONES[0];
     json!({
         "name": name, "machineType": format!("zones/{zone}/machineTypes/n2-standard-2"),
@@ -42,7 +42,7 @@ fn body(name: &str) -> Value {
 }
 
 /// The same as properties of several.
-fn properties() -> Value {
+pub(super) fn properties() -> Value {
     let mut body = body("none");
     body.as_object_mut().unwrap().remove("name");
     body["machineType"] = json!("n2-standard-2");

@@ -5,3 +5,5 @@
 mod azure;
 mod gcp;
 mod socket;
+#[cfg(feature = "witness")]
+mod witness;
