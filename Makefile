@@ -5,7 +5,7 @@ CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
-AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
+AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness
 WITH := $(if $(CLOUDS),$(AWS))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
@@ -22,7 +22,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
+.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws test-clouds bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
@@ -151,6 +151,12 @@ AWS_TESTS := --test aws --test ec2_proxy
 test-aws: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
 	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
+
+# The fakes of Azure and Google Cloud, and what their vendors' models and clients say of them. The same build again.
+CLOUD_TESTS := --test clouds
+test-clouds: setup
+	$(CARGO) build --locked --workspace $(AWS) --bins $(CLOUD_TESTS)
+	$(CARGO) test --locked --workspace $(AWS) $(CLOUD_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
 AWS_BENCHES := --test aws --test e2e

@@ -141,6 +141,12 @@ impl<F: Fake> Cloud<F> {
         self.shared.core.lock().faults.lag = lag;
     }
 
+    /// Sets the time before each call takes effect, and the time from then until its answer. A call takes effect also when
+    /// its caller is gone by then.
+    pub fn set_latency(&self, before: Duration, after: Duration) {
+        self.shared.core.lock().faults.latency = (before, after);
+    }
+
     /// Sets the time until the cloud decides on a create, and the time from then until the VM runs.
     pub fn set_times(&self, decision: Duration, boot: Duration) {
         let mut core = self.shared.core.lock();

@@ -59,6 +59,8 @@ pub(crate) struct Faults {
     pub(crate) next: Vec<(String, Fault, u32)>,
     /// Time for which lists miss changes.
     pub(crate) lag: Duration,
+    /// Time before each call takes effect, and time from then until its answer.
+    pub(crate) latency: (Duration, Duration),
     /// Time until the cloud decides on a create.
     pub(crate) decision: Duration,
     /// Time from the decision until a VM runs.

@@ -40,6 +40,9 @@ pub const ZONES: [&str; 3] = ["europe-west4-a", "europe-west4-b", "europe-west4-
 /// Beginning of all URLs of resources in answers, whatever the host of the call.
 pub const BASE: &str = "https://www.googleapis.com/compute/v1/projects/pods-1234";
 
+/// Reason in the details of a refusal, when too many creates are in progress.
+const CONCURRENT: &str = "CONCURRENT_OPERATIONS_QUOTA_EXCEEDED";
+
 /// Compute Engine with one project.
 #[derive(Debug)]
 pub struct Gcp {
@@ -233,8 +236,13 @@ impl Fake for Gcp {
     }
 
     fn refusal(&self, status: u16, code: &str, message: &str) -> Answer {
-        let body = json!({"error": {"code": status, "message": message,
+        let mut body = json!({"error": {"code": status, "message": message,
             "errors": [{"message": message, "domain": domain(code), "reason": code}]}});
+        if message.contains(CONCURRENT) {
+            // The reason is that of every quota; the details tell them apart.
+            body["error"]["details"] = json!([{"@type": "type.googleapis.com/google.rpc.ErrorInfo",
+                "reason": CONCURRENT, "domain": "compute.googleapis.com"}]);
+        }
         Answer::json(status, &body)
     }
 

@@ -66,27 +66,28 @@ async fn answer<F: Fake>(
         "" => format!("http://{address}"),
         host => format!("http://{host}"),
     };
-    let answer = if faulty {
+    if !faulty {
+        return write(shared.core.lock().plain(&request, &endpoint));
+    }
+    // The work runs in a task of its own: a cloud completes a call even if the client no longer waits.
+    let work = tokio::spawn(async move {
+        let (before, after) = shared.core.lock().faults.latency;
+        tokio::time::sleep(before).await;
         let (answer, delivery) = shared.core.lock().faulty(&request, &endpoint);
         match delivery {
-            Delivery::Broken => bail!("this connection breaks"),
-            Delivery::After(time) if time.is_zero() => answer,
+            Delivery::Broken => None,
             Delivery::After(time) => {
                 shared.late.fetch_add(1, Ordering::Relaxed);
-                // A task of its own: the count stays right also if the client does not wait.
-                let shared = shared.clone();
-                tokio::spawn(async move {
-                    tokio::time::sleep(time).await;
-                    shared.late.fetch_sub(1, Ordering::Relaxed);
-                })
-                .await?;
-                answer
+                tokio::time::sleep(after + time).await;
+                shared.late.fetch_sub(1, Ordering::Relaxed);
+                Some(answer)
             }
         }
-    } else {
-        shared.core.lock().plain(&request, &endpoint)
-    };
-    write(answer)
+    });
+    match work.await? {
+        Some(answer) => write(answer),
+        None => bail!("this connection breaks"),
+    }
 }
 
 async fn read(request: hyper::Request<Incoming>) -> anyhow::Result<Request> {

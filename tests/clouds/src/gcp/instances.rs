@@ -132,11 +132,8 @@ impl Gcp {
     /// Refuses a create beyond the number of those in progress.
     pub(super) fn concurrent(&self, now: Duration) -> Result<(), Box<Refused>> {
         if self.most_operations.is_some_and(|most| self.in_progress(now) >= most) {
-            return refused(
-                403,
-                "quotaExceeded",
-                "Quota exceeded for quota group 'concurrent operations' (CONCURRENT_OPERATIONS_QUOTA_EXCEEDED).",
-            );
+            let message = format!("Quota exceeded for concurrent operations: {}.", super::CONCURRENT);
+            return refused(403, "quotaExceeded", message);
         }
         Ok(())
     }

@@ -151,3 +151,32 @@ pub(super) fn impersonate(request: &Request, world: &mut World<'_>) -> Result<An
     let end = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default() + LIFE;
     Ok(Answer::json(200, &json!({"accessToken": token, "expireTime": crate::clock::zulu(end)})))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ring::rand::SystemRandom;
+    use ring::signature::RSA_PKCS1_SHA256;
+
+    /// Returns a JWT with these claims, signed by the service account's key.
+    fn signed(claims: &Value) -> String {
+        let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let text = format!("{}.{}", part(&json!({"alg": "RS256", "typ": "JWT"})), part(claims));
+        let der: String = KEY.lines().filter(|line| !line.starts_with("-----")).collect();
+        let key = RsaKeyPair::from_pkcs8(&STANDARD.decode(der).unwrap()).unwrap();
+        let mut signature = vec![0; key.public().modulus_len()];
+        key.sign(&RSA_PKCS1_SHA256, &SystemRandom::new(), text.as_bytes(), &mut signature).unwrap();
+        format!("{text}.{}", URL_SAFE_NO_PAD.encode(signature))
+    }
+
+    #[test]
+    fn an_assertion_counts_if_the_key_signed_it() {
+        let token = signed(&json!({"iss": EMAIL}));
+        assert_eq!(verified(&token), Some(json!({"iss": EMAIL})));
+        let other = signed(&json!({"iss": "another"}));
+        let (text, _) = token.rsplit_once('.').unwrap();
+        let (_, signature) = other.rsplit_once('.').unwrap();
+        assert_eq!(verified(&format!("{text}.{signature}")), None);
+        assert_eq!(verified("a.b.c"), None);
+    }
+}

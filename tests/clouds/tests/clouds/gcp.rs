@@ -140,7 +140,10 @@ async fn a_shortage_is_told_by_the_operation_and_leaves_nothing() {
     let made = insert(&cloud, "", &body("full"));
     assert_eq!(operation(&cloud, &made)["error"]["errors"][0]["code"], "QUOTA_EXCEEDED");
     cloud.with(|gcp, _| (gcp.quota, gcp.most_operations) = (None, Some(0)));
-    assert_eq!(reason(&insert(&cloud, "", &body("two"))), (403, "quotaExceeded".to_owned()));
+    let refused = insert(&cloud, "", &body("two"));
+    assert_eq!(reason(&refused), (403, "quotaExceeded".to_owned()));
+    let details = refused.value()["error"]["details"][0]["reason"].clone();
+    assert_eq!(details, "CONCURRENT_OPERATIONS_QUOTA_EXCEEDED");
 }
 
 #[tokio::test]

@@ -54,3 +54,19 @@ async fn a_broken_connection_is_one_without_an_answer() {
     assert!(witness.contains("SubscriptionNotFound"), "{witness}");
     assert_eq!(cloud.calls().iter().map(|call| call.status).collect::<Vec<_>>(), [0, 400]);
 }
+
+#[tokio::test]
+async fn a_call_takes_effect_although_its_caller_is_gone() {
+    let cloud = Cloud::start(Azure::default()).await.unwrap();
+    cloud.set_latency(Duration::from_millis(50), Duration::from_secs(3_600));
+    let head = format!("POST /{TENANT}/oauth2/v2.0/token");
+    let endpoint = cloud.endpoint();
+    let asked = tokio::time::timeout(Duration::from_millis(20), send(&endpoint, &head, "", "")).await;
+    asked.unwrap_err();
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while cloud.late() == 0 {
+        assert!(std::time::Instant::now() < end, "it never takes effect");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(cloud.count(Some("Token")), 1);
+}

@@ -21,8 +21,8 @@ fn call_all_of_azure(cloud: &Cloud<Azure>) {
     };
     let disk = cloud.with(|azure, world| azure.add_disk("data", "1", world.now));
     let mut body = azure::body("pod");
-    body["properties"]["networkProfile"]["networkInterfaceConfigurations"][0]["properties"]["ipConfigurations"]
-        [0]["properties"]["publicIPAddressConfiguration"] =
+    let address = "/properties/networkProfile/networkInterfaceConfigurations/0/properties/ipConfigurations/0/properties";
+    body.pointer_mut(address).unwrap()["publicIPAddressConfiguration"] =
         json!({"name": "pod-ip", "sku": {"name": "Standard"}, "properties": {"deleteOption": "Delete"}});
     call("PUT", &azure::vm("/pod"), Some(&body));
     let mut confidential = azure::body("secret");
@@ -30,7 +30,9 @@ fn call_all_of_azure(cloud: &Cloud<Azure>) {
     confidential["properties"]["priority"] = json!("Spot");
     confidential["properties"]["evictionPolicy"] = json!("Delete");
     confidential["properties"]["billingProfile"] = json!({"maxPrice": -1});
-    confidential["properties"]["securityProfile"] = json!({"securityType": "ConfidentialVM", "uefiSettings": {"vTpmEnabled": true, "secureBootEnabled": false}});
+    let firmware = json!({"vTpmEnabled": true, "secureBootEnabled": false});
+    confidential["properties"]["securityProfile"] =
+        json!({"securityType": "ConfidentialVM", "uefiSettings": firmware});
     confidential["properties"]["storageProfile"]["osDisk"]["managedDisk"]["securityProfile"] =
         json!({"securityEncryptionType": "VMGuestStateOnly"});
     call("PUT", &azure::vm("/secret"), Some(&confidential));
