@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"reflect"
+	"slices"
 	"sort"
 	"time"
 
@@ -39,6 +40,37 @@ var models = map[string]func() any{
 	"VirtualMachineInstanceView":        func() any { return new(compute.VirtualMachineInstanceView) },
 	"VirtualMachineListResult":          func() any { return new(compute.VirtualMachineListResult) },
 	"VirtualMachineUpdate":              func() any { return new(compute.VirtualMachineUpdate) },
+}
+
+// misnamed adds the words in a model that are none of their type's.
+func misnamed(place string, value reflect.Value, found *[]string) {
+	switch value.Kind() {
+	case reflect.Pointer, reflect.Interface:
+		if !value.IsNil() {
+			misnamed(place, value.Elem(), found)
+		}
+	case reflect.Slice, reflect.Array:
+		for number := range value.Len() {
+			misnamed(fmt.Sprintf("%s/%d", place, number), value.Index(number), found)
+		}
+	case reflect.Map:
+		for _, key := range value.MapKeys() {
+			misnamed(fmt.Sprintf("%s/%v", place, key), value.MapIndex(key), found)
+		}
+	case reflect.Struct:
+		for number := range value.NumField() {
+			if field := value.Type().Field(number); field.IsExported() {
+				misnamed(place+"/"+field.Name, value.Field(number), found)
+			}
+		}
+	case reflect.String:
+		known, is := enums[value.Type()]
+		if value.Type() != reflect.TypeFor[string]() && !is {
+			*found = append(*found, fmt.Sprintf("%s: this witness lacks the words of %s", place, value.Type()))
+		} else if known != nil && !slices.Contains(known, value.String()) {
+			*found = append(*found, fmt.Sprintf("%s: %q is none of %q", place, value.String(), known))
+		}
+	}
 }
 
 // same reports whether both are the same; a time may be written in another way.
@@ -106,6 +138,7 @@ func differences(kind string, body json.RawMessage) []string {
 	}
 	found := []string{}
 	compare(kind, ours, theirs, &found)
+	misnamed(kind, reflect.ValueOf(made), &found)
 	sort.Strings(found)
 	return found
 }

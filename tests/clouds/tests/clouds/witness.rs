@@ -91,6 +91,11 @@ async fn microsofts_models_know_all_of_the_fakes_answers() {
     cloud.call("PUT", &azure::vm("/misspelt"), &[("if-none-match", "*")], Some(&misspelt)).unwrap();
     let found = azure_models(&cloud.calls()).unwrap().join("\n");
     assert!(found.contains("osDisk/deleteOptions: the model does not know it"), "{found}");
+    let mut word = azure::body("word");
+    word["properties"]["storageProfile"]["osDisk"]["caching"] = json!("Readonly");
+    cloud.call("PUT", &azure::vm("/word"), &[("if-none-match", "*")], Some(&word)).unwrap();
+    let found = azure_models(&cloud.calls()).unwrap().join("\n");
+    assert!(found.contains("\"Readonly\" is none of"), "{found}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
