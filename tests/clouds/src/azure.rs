@@ -225,7 +225,7 @@ impl Fake for Azure {
     }
 
     fn throttled(&self, counter: &str, wait: Duration) -> Answer {
-        // Compute's own code for it is that of a quota and of a wrong state, too; the status tells them apart.
+        // A quota and a wrong state have this code, too; the status distinguishes them.
         let message = "The server rejected the request because too many requests have been received for this subscription.";
         let details = json!([{"code": "TooManyRequests", "target": counter, "message":
             format!("{{\"operationGroup\":\"{counter}\",\"allowedRequestCount\":12}}")}]);

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stopped_clock_moves_only_as_it_is_told() {
+    async fn a_stopped_clock_moves_by_advance_alone() {
         let mut clock = Clock::start();
         clock.stop();
         let now = clock.now();

@@ -239,7 +239,7 @@ impl Fake for Gcp {
         let mut body = json!({"error": {"code": status, "message": message,
             "errors": [{"message": message, "domain": domain(code), "reason": code}]}});
         if message.contains(CONCURRENT) {
-            // The reason is that of every quota; the details tell them apart.
+            // Every quota has this reason; the details distinguish them.
             body["error"]["details"] = json!([{"@type": "type.googleapis.com/google.rpc.ErrorInfo",
                 "reason": CONCURRENT, "domain": "compute.googleapis.com"}]);
         }

@@ -68,7 +68,7 @@ impl<T> Store<T> {
         existing.map(|(name, one)| (name.as_str(), &mut one.object))
     }
 
-    /// Returns the objects that a list shows which misses the changes of the last `lag`.
+    /// Returns the objects of a list that misses the changes of the last `lag`.
     pub fn listed(&self, now: Duration, lag: Duration) -> impl Iterator<Item = (&str, &T)> {
         let seen = move |one: &Stored<T>| {
             one.made + lag <= now && one.gone.is_none_or(|gone| !lag.is_zero() && gone + lag > now)

@@ -43,7 +43,8 @@ pub struct PublicIp {
 impl Azure {
     /// Adds a network interface that no VM has, as a create that was interrupted leaves it. Returns its id.
     pub fn add_nic(&mut self, name: &str, tags: &Value, now: Duration) -> String {
-        let configuration = json!({"name": "first", "properties": {"primary": true, "subnet": {"id": Azure::subnet("default")}}});
+        let properties = json!({"primary": true, "subnet": {"id": Azure::subnet("default")}});
+        let configuration = json!({"name": "first", "properties": properties});
         let body = json!({"location": super::REGION, "tags": tags, "properties": {"ipConfigurations": [configuration]}});
         self.new_nic(name, &body, None, now);
         Azure::id("Microsoft.Network/networkInterfaces", name)

@@ -97,7 +97,10 @@ impl Gcp {
         }
         let used = self.cores();
         let limit = self.quota.map_or(1_000, |left| used + left);
-        let quota = |metric: &str, usage: u32, limit: u32| json!({"metric": metric, "limit": f64::from(limit), "usage": f64::from(usage)});
+        let quota = |metric: &str, usage: u32, limit: u32| {
+            let (usage, limit) = (f64::from(usage), f64::from(limit));
+            json!({"metric": metric, "limit": limit, "usage": usage})
+        };
         let zones: Vec<String> = ZONES.iter().map(|zone| format!("{BASE}/zones/{zone}")).collect();
         Ok(Answer::json(
             200,

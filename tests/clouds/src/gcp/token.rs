@@ -15,7 +15,10 @@ pub const EMAIL: &str = "pods@pods-1234.iam.gserviceaccount.com";
 /// Token of a workload's identity, which the federation accepts.
 pub const SUBJECT: &str = "eyJhbGciOiJub25lIn0.eyJzdWIiOiJub2RlIn0.";
 /// Audience of the federation.
-const AUDIENCE: &str = "//iam.googleapis.com/projects/123456789012/locations/global/workloadIdentityPools/pods/providers/cluster";
+const AUDIENCE: &str = concat!(
+    "//iam.googleapis.com/projects/123456789012/locations/global",
+    "/workloadIdentityPools/pods/providers/cluster"
+);
 /// The service account's key, for these tests alone.
 const KEY: &str = include_str!("key.pem");
 

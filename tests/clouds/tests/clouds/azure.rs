@@ -10,7 +10,7 @@ const CREATE: &str = "VirtualMachines_CreateOrUpdate";
 const NEW: &[(&str, &str)] = &[("if-none-match", "*")];
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A cloud whose time the test moves: it decides after a second, and a VM boots in ten more.
+/// Starts a cloud and stops its time. It decides after a second, and a VM boots in ten more.
 pub(super) async fn start() -> Cloud<Azure> {
     let cloud = Cloud::start(Azure::default()).await.unwrap();
     cloud.stop_time();
@@ -121,7 +121,7 @@ async fn a_name_is_for_one_vm() {
 }
 
 #[tokio::test]
-async fn a_shortage_is_told_late_and_leaves_a_failed_vm() {
+async fn a_late_refusal_leaves_a_failed_vm() {
     let cloud = start().await;
     cloud.set_stock("Standard_D2s_v5", "1", "on-demand", 0);
     assert_eq!(create(&cloud, "pod", &body("pod")).status, 201);

@@ -10,7 +10,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const FIRST: &str = "11111111-1111-4111-8111-111111111111";
 const OTHER: &str = "22222222-2222-4222-8222-222222222222";
 
-/// A cloud whose time the test moves: it decides after a second, and an instance boots in ten more.
+/// Starts a cloud and stops its time. It decides after a second, and an instance boots in ten more.
 pub(super) async fn start() -> Cloud<Gcp> {
     let cloud = Cloud::start(Gcp::default()).await.unwrap();
     cloud.stop_time();
@@ -119,7 +119,7 @@ async fn a_request_id_is_for_one_operation_and_a_name_for_one_instance() {
 }
 
 #[tokio::test]
-async fn a_shortage_is_told_by_the_operation_and_leaves_nothing() {
+async fn a_late_refusal_is_in_the_operation_and_leaves_nothing() {
     let cloud = start().await;
     cloud.set_stock("n2-standard-2", ZONES[0], "on-demand", 0);
     let made = insert(&cloud, FIRST, &body("pod"));
