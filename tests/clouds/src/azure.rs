@@ -69,6 +69,8 @@ pub struct Azure {
     pub delete_time: Duration,
     /// Whether deleted VMs leave their network interfaces, as after a failure in between.
     pub keeps_nics: bool,
+    /// Time for which such an interface cannot be deleted, because Azure keeps it for its VM. Azure's own is 180 s.
+    pub nic_reserve: Duration,
     /// Whether deleted VMs leave their OS disks.
     pub keeps_disks: bool,
     /// Whether a shortage of capacity is in the answer to the create, not in its operation.
@@ -91,6 +93,7 @@ impl Default for Azure {
             page: 100,
             delete_time: Duration::ZERO,
             keeps_nics: false,
+            nic_reserve: Duration::ZERO,
             keeps_disks: false,
             refuses_at_once: false,
             quota: None,

@@ -25,6 +25,8 @@ pub struct Nic {
     pub goes: bool,
     /// Key of its public address.
     pub public: Option<String>,
+    /// End of the time for which its last VM reserves it.
+    pub(super) reserved: Duration,
 }
 
 /// Public address.
@@ -71,6 +73,7 @@ impl Azure {
             address: format!("10.{}.{}.{}", number >> 16, (number >> 8) & 255, number & 255),
             goes: text(body, "/properties/deleteOption") == "Delete",
             public: public_key,
+            reserved: Duration::ZERO,
         };
         self.nics.add(&key, nic, now);
     }
@@ -166,12 +169,24 @@ impl Azure {
             );
             return refused(400, "NicInUse", message);
         }
+        if nic.reserved > world.now {
+            return reserved(route.name());
+        }
         if let Some(public) = nic.public.clone().and_then(|key| self.public_ips.get_mut(&key)) {
             public.nic = None;
         }
         self.nics.remove(&route.key(), world.now);
         Ok(self.begin(Answer::empty(202), world.now, None, None, world))
     }
+}
+
+/// Returns the refusal of an interface that Azure keeps for another VM.
+pub(super) fn reserved<T>(name: &str) -> Result<T, Box<Refused>> {
+    let message = format!(
+        "Nic(s) in request is reserved for another Virtual Machine for 180 seconds. Please provide another nic(s) or retry \
+         after 180 seconds. Reserved: {name}"
+    );
+    refused(400, "NicReservedForAnotherVm", message)
 }
 
 fn public_view(one: &PublicIp) -> Value {

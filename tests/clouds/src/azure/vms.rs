@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::check;
+use super::nics;
 use super::route::Route;
 use super::view::{self, Shown};
 use super::{Azure, Size};
@@ -103,7 +104,7 @@ impl Azure {
     /// Removes a VM, and what goes with it.
     fn end(&mut self, key: &str, now: Duration) {
         self.vms.remove(key, now);
-        let (keeps, keeps_disks) = (self.keeps_nics, self.keeps_disks);
+        let (keeps, keeps_disks, reserve) = (self.keeps_nics, self.keeps_disks, self.nic_reserve);
         let mut gone = Vec::new();
         let mut publics = Vec::new();
         for (name, nic) in self.nics.all_mut().filter(|(_, nic)| nic.vm.as_deref() == Some(key)) {
@@ -111,6 +112,8 @@ impl Azure {
             if nic.goes && !keeps {
                 gone.push(name.to_owned());
                 publics.extend(nic.public.clone());
+            } else {
+                nic.reserved = now + reserve;
             }
         }
         for name in &publics {
@@ -277,11 +280,7 @@ impl Azure {
         for one in made {
             let nic = text(one, "/name");
             if self.nics.get(&last(nic)).is_some() {
-                let message = format!(
-                    "Nic(s) in request is reserved for another Virtual Machine for 180 seconds. Please provide another \
-                     nic(s) or retry after 180 seconds. Reserved: {nic}"
-                );
-                return refused(400, "NicReservedForAnotherVm", message);
+                return nics::reserved(nic);
             }
         }
         let taken = list(body, "/properties/networkProfile/networkInterfaces");

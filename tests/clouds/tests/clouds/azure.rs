@@ -281,3 +281,20 @@ async fn the_console_is_read_by_its_signed_url_alone() {
     assert_eq!(off, State::Stopped);
     assert!(statuses(&cloud, "pod").contains("PowerState/stopped"));
 }
+
+#[tokio::test]
+async fn an_interface_that_a_vm_left_is_reserved_for_a_time() {
+    let cloud = start().await;
+    cloud.with(|azure, _| (azure.keeps_nics, azure.nic_reserve) = (true, 180 * SECOND));
+    create(&cloud, "pod", &body("pod"));
+    let nic = path("Microsoft.Network/networkInterfaces", "/pod-nic");
+    let delete = || cloud.call("DELETE", &nic, &[], None).unwrap();
+    assert_eq!(code(&delete()), (400, "NicInUse".to_owned()));
+    cloud.call("DELETE", &vm("/pod"), &[], None).unwrap();
+    assert_eq!(cloud.ask("GET", &vm("/pod"), None).status, 404);
+    assert_eq!(code(&delete()), (400, "NicReservedForAnotherVm".to_owned()));
+    assert_eq!(code(&create(&cloud, "pod", &body("pod"))), (400, "NicReservedForAnotherVm".to_owned()));
+    cloud.advance(180 * SECOND);
+    assert_eq!(delete().status, 202);
+    assert_eq!(cloud.with(|azure, _| azure.nics.all().count()), 0);
+}
