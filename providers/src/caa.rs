@@ -9,8 +9,11 @@ pub use peerpod_provider_api::caa::{Converted, Value};
 type Convert = fn(&BTreeMap<String, String>) -> Converted;
 
 /// `CLOUD_PROVIDER` values, each with its converter.
-const TABLE: &[(&str, Convert)] =
-    &[("aws", peerpod_provider_aws::caa::convert), ("libvirt", peerpod_provider_libvirt::caa::convert)];
+const TABLE: &[(&str, Convert)] = &[
+    ("aws", peerpod_provider_aws::caa::convert),
+    ("gcp", peerpod_provider_gcp::caa::convert),
+    ("libvirt", peerpod_provider_libvirt::caa::convert),
+];
 
 /// Returns the providers with a row in the table.
 pub fn known() -> Vec<&'static str> {

@@ -1,0 +1,182 @@
+//! Makes many VMs by one call. May call `bulkInsert` and `list` of instances and `get` of zoneOperations.
+//!
+//! All VMs are in the zone of the placement's offering. Their names follow from owner, key and number, so that no
+//! repeated call makes more of them. The call's `requestId` follows from owner and key, and its operation tells how many
+//! VMs there are. They carry the key in a label, by which one list finds all of them.
+
+use std::time::Duration;
+
+use peerpod_provider_api::{Created, CreatedMany, Error, IdempotencyKey, Owner};
+use peerpod_provider_cloud::names;
+use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use crate::client::Call;
+use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
+use crate::refusal::{said_of_operation, status_of_operation};
+use crate::vms::{self, Vm};
+
+/// Longest time that a list may lack VMs that the operation counts.
+const UNSEEN: Duration = Duration::from_secs(10);
+
+/// State of an operation that makes many VMs.
+struct Counted {
+    /// Number of VMs that it made, where it tells that.
+    made: Option<usize>,
+    /// Refusal of the others, with its status.
+    refused: Option<(Said, u16)>,
+}
+
+impl Launch<'_> {
+    /// Makes up to `count` VMs, or finds those of an earlier call.
+    pub(crate) async fn many(&self, count: u32) -> Result<CreatedMany, Error> {
+        let names = names_of(&self.gcp.owner, self.key, count);
+        let body = self.shape().bulk_insert(&names)?;
+        let what = self.what();
+        let zone = &self.offering.zone;
+        let call = Call::new("instances.bulkInsert", self.key.as_str(), &what).until(self.until);
+        let path = self.connected.compute.own(&format!("zones/{zone}/instances/bulkInsert"));
+        let id = request_id(&self.gcp.owner, self.key, "bulkInsert");
+        let sent = self.connected.compute.post(call, &path, &[("requestId", &id)], Some(&body)).await;
+        let counted = match sent {
+            Ok(operation) => self.counted(&operation).await?,
+            // Google has forgotten the id, but not the VMs.
+            Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => {
+                Counted { made: None, refused: None }
+            }
+            Err(failure) => return Err(self.refused(failure).await),
+        };
+        let seen = self.seen(counted.made, count).await?;
+        self.conclude(&seen, counted, count)
+    }
+
+    /// Waits for the end of the operation. A repeated call gets the same operation.
+    async fn counted(&self, first: &Value) -> Result<Counted, Error> {
+        let end = end_of_wait(self.until);
+        let decided = decide(&self.gcp.batches, end, || self.look_at(first)).await;
+        match decided.map_err(|failure| failure.error)? {
+            Decision::Made(counted) => Ok(counted),
+            Decision::Refused(_) | Decision::Open => Err(Error::transient(format!(
+                "{}: Google has not decided on all VMs yet; the same call is repeated",
+                self.what()
+            ))),
+        }
+    }
+
+    async fn look_at(&self, first: &Value) -> Result<Decision<Counted>, Failure> {
+        if let Some(counted) = counted(first) {
+            return Ok(Decision::Made(counted));
+        }
+        let what = self.what();
+        let name = read::text(first, "/name");
+        let name = name.ok_or_else(|| Error::transient(format!("{what}: the answer has no operation")))?;
+        let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
+        let latest = self.connected.compute.operation(call, &self.offering.zone, name).await?;
+        Ok(counted(&latest).map_or(Decision::Open, Decision::Made))
+    }
+
+    /// Returns the VMs with this key, as soon as the list has as many as the operation counts.
+    async fn seen(&self, made: Option<usize>, count: u32) -> Result<Vec<Vm>, Error> {
+        if made == Some(0) {
+            return Ok(Vec::new());
+        }
+        let expected = made.unwrap_or(count as usize);
+        let (compute, owner, what) = (&self.connected.compute, &self.gcp.owner, self.what());
+        let end = end_of_wait(self.until).min(Instant::now() + UNSEEN);
+        let latest = parking_lot::Mutex::new(Vec::new());
+        let enough = self.gcp.looks.until(Some(end), || async {
+            let seen = vms::by_key(compute, &self.offering.zone, owner, self.key, &what, self.until).await?;
+            let is_enough = seen.len() >= expected;
+            *latest.lock() = seen;
+            Ok::<_, Failure>(is_enough.then_some(()))
+        });
+        enough.await?;
+        Ok(latest.into_inner())
+    }
+
+    fn conclude(&self, seen: &[Vm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
+        for vm in seen {
+            self.check_marks(vm)?;
+        }
+        let lives = seen.iter().filter(|vm| vm.state.lives());
+        let made: Vec<Created> = lives.map(|vm| self.created(&vm.id, Some(vm))).collect::<Result<_, _>>()?;
+        let rest = || match counted.refused {
+            Some((said, status)) => self.refused_later("instances.bulkInsert", &said, status),
+            None => self.gone(),
+        };
+        match made.len() {
+            0 => Err(rest()),
+            some => Ok(CreatedMany { rest: (some < count as usize).then(rest), made }),
+        }
+    }
+}
+
+/// Returns the names of the VMs of a batch, in the order of their ids.
+fn names_of(owner: &Owner, key: &IdempotencyKey, count: u32) -> Vec<String> {
+    let name = |number: u32| {
+        let hash = names::digest(&[key.as_str(), "bulkInsert", &number.to_string()]);
+        let own = IdempotencyKey::parse(hex::encode(hash)).ok();
+        names::unique(owner, own.as_ref().unwrap_or(key))
+    };
+    let mut names: Vec<String> = (0..count).map(name).collect();
+    names.sort();
+    names
+}
+
+/// Reads an operation that has ended; `None`: it has not.
+fn counted(operation: &Value) -> Option<Counted> {
+    if !is_done(operation) {
+        return None;
+    }
+    let zones = operation.pointer("/instancesBulkInsertOperationMetadata/perLocationStatus");
+    let zones = zones.and_then(Value::as_object).filter(|zones| !zones.is_empty());
+    let number = |zone: &Value, pointer| read::number(zone, pointer).and_then(|n| usize::try_from(n).ok());
+    // VMs of a batch that was rolled back are counted in both numbers.
+    let of_zone = |zone: &Value| {
+        let deleted = number(zone, "/deletedVmCount").unwrap_or(0);
+        number(zone, "/createdVmCount").unwrap_or(0).saturating_sub(deleted)
+    };
+    Some(Counted {
+        made: zones.map(|zones| zones.values().map(of_zone).fold(0, usize::saturating_add)),
+        refused: said_of_operation(operation)
+            .filter(|said| !is_of_an_earlier(said))
+            .map(|said| (said, status_of_operation(operation))),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_names_of_a_batch_follow_from_its_key_and_differ() {
+        let owner = Owner { cluster_id: "c".into(), node_name: "n".into(), installation: "i".into() };
+        let key = IdempotencyKey::derive("c", "s", 0);
+        let names = names_of(&owner, &key, 500);
+        assert_eq!(names, names_of(&owner, &key, 500));
+        let mut distinct = names.clone();
+        distinct.dedup();
+        assert_eq!(distinct.len(), 500);
+        assert!(names.iter().all(|name| crate::links::is_name(name)));
+        assert!(!names.contains(&names::unique(&owner, &key)), "a VM alone has another name");
+    }
+
+    #[test]
+    fn an_operation_counts_its_vms_when_it_has_ended() {
+        assert!(counted(&json!({"status": "RUNNING"})).is_none());
+        let done = |status: &Value| json!({"status": "DONE", "instancesBulkInsertOperationMetadata": {"perLocationStatus": {"zones/z-1-a": status}}});
+        let some = counted(&done(&json!({"createdVmCount": 3, "targetVmCount": 5}))).unwrap();
+        assert!(some.made == Some(3) && some.refused.is_none());
+        let back = json!({"createdVmCount": 3, "deletedVmCount": 3, "status": "DONE"});
+        let mut operation = done(&back);
+        operation["error"] = json!({"errors": [{"code": "VM_MIN_COUNT_NOT_REACHED", "message": "none"}]});
+        let none = counted(&operation).unwrap();
+        assert_eq!((none.made, none.refused.unwrap().0.code.as_str()), (Some(0), "VM_MIN_COUNT_NOT_REACHED"));
+        operation["error"] = json!({"errors": [{"code": "RESOURCE_ALREADY_EXISTS", "message": "x"}]});
+        assert!(counted(&operation).unwrap().refused.is_none(), "an earlier call made them");
+        assert!(counted(&json!({"status": "DONE"})).unwrap().made.is_none());
+    }
+}

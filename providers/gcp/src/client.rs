@@ -1,0 +1,148 @@
+//! Makes every call of the Compute Engine API. May touch the network and the files of credentials.
+
+use peerpod_provider_api::Error;
+use peerpod_provider_cloud::calls::{BucketLimits, Table};
+use peerpod_provider_cloud::{ApiCall, Scheduler, until};
+use peerpod_provider_rest::{Failure, Hosts, Http, HttpSettings, Method, Next, Request, Rest, Tokens};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use crate::config::GcpConfig;
+use crate::credentials;
+use crate::links::VmId;
+use crate::refusal::DIALECT;
+
+/// Public endpoint of the API.
+const ENDPOINT: &str = "https://compute.googleapis.com";
+/// Version of the API, as in the paths.
+const VERSION: [&str; 2] = ["compute", "v1"];
+/// Items of a page; the API gives no more.
+const PAGE: &str = "500";
+
+/// Returns the limits of a project, as Google publishes them: groups of methods, counted by the minute of the clock.
+pub(crate) fn table() -> Table {
+    let group = || BucketLimits::per_minute(1500);
+    Table::new(group())
+        .with("mutate", &["instances.insert", "instances.bulkInsert", "instances.delete"], group())
+        .with("disks", &["instances.attachDisk", "instances.detachDisk"], group())
+        .with("operations", &["zoneOperations.*"], group())
+        .with("list", &["instances.list", "instances.aggregatedList", "machineTypes.list"], group())
+}
+
+/// One call: the method of the API, the owner and the attempt for the scheduler, and the time until which its answer is
+/// useful.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Call<'c> {
+    action: &'static str,
+    owner: &'c str,
+    pub what: &'c str,
+    pub until: Instant,
+}
+
+impl<'c> Call<'c> {
+    /// Returns a call of a method, like `instances.get`, until the deadline of the provider's caller.
+    pub(crate) fn new(action: &'static str, owner: &'c str, what: &'c str) -> Call<'c> {
+        Call { action, owner, what, until: until() }
+    }
+
+    /// Sets the deadline, for a call in a task of its own.
+    pub(crate) fn until(self, until: Instant) -> Call<'c> {
+        Call { until, ..self }
+    }
+
+    fn api(self) -> ApiCall<'c> {
+        let Call { action, owner, what, until } = self;
+        ApiCall { action, owner, what, deadline: until }
+    }
+}
+
+/// Client of the API for one project. Clones share connections, token and scheduler.
+#[derive(Clone)]
+pub(crate) struct Compute {
+    pub rest: Rest,
+    pub project: String,
+}
+
+impl Compute {
+    /// Sets up the client; makes no call.
+    pub(crate) fn connect(config: &GcpConfig, scheduler: Scheduler) -> Result<Compute, Error> {
+        let http = Http::new(&HttpSettings { ca_file: None, call_timeout: config.call_timeout })?;
+        let endpoint = config.endpoint.as_deref().unwrap_or(ENDPOINT).trim_end_matches('/');
+        let endpoint = endpoint.strip_suffix("/compute/v1").unwrap_or(endpoint);
+        let hosts = Hosts::parse(endpoint, &[])?;
+        let tokens = Tokens::new(credentials::source(config)?);
+        let rest = Rest::new(http, hosts, tokens, scheduler, &DIALECT);
+        Ok(Compute { rest, project: config.project.clone() })
+    }
+
+    /// Returns a request for a path below the API's version.
+    fn request(&self, method: Method, path: &str, query: &[(&str, &str)]) -> Request {
+        let url = self.rest.hosts().path(VERSION.into_iter().chain(path.split('/')));
+        let request = Request::new(method, url);
+        query.iter().fold(request, |request, (name, value)| request.query(name, value))
+    }
+
+    /// Returns the path of something in the project of the VMs.
+    pub(crate) fn own(&self, path: &str) -> String {
+        format!("projects/{}/{path}", self.project)
+    }
+
+    /// Reads one object.
+    pub(crate) async fn get(
+        &self,
+        call: Call<'_>,
+        path: &str,
+        query: &[(&str, &str)],
+    ) -> Result<Value, Failure> {
+        self.send(call, &self.request(Method::GET, path, query)).await
+    }
+
+    /// Sends a body; returns the operation.
+    pub(crate) async fn post(
+        &self,
+        call: Call<'_>,
+        path: &str,
+        query: &[(&str, &str)],
+        body: Option<&Value>,
+    ) -> Result<Value, Failure> {
+        let request = self.request(Method::POST, path, query);
+        let request = match body {
+            Some(body) => request.json(body),
+            None => request,
+        };
+        self.send(call, &request).await
+    }
+
+    /// Deletes a VM. The call has no `requestId`: a later VM may have the same name, and the id of a finished delete
+    /// would hide that it is there.
+    pub(crate) async fn delete(&self, call: Call<'_>, vm: &VmId) -> Result<Value, Failure> {
+        self.send(call, &self.request(Method::DELETE, &self.own(&vm.path()), &[])).await
+    }
+
+    /// Looks at the operation of a zone by its name.
+    pub(crate) async fn operation(&self, call: Call<'_>, zone: &str, name: &str) -> Result<Value, Failure> {
+        self.get(call, &self.own(&format!("zones/{zone}/operations/{name}")), &[]).await
+    }
+
+    /// Reads all pages of a list.
+    pub(crate) async fn pages(
+        &self,
+        call: Call<'_>,
+        path: &str,
+        query: &[(&str, &str)],
+        page: impl FnMut(&Value) -> Result<(), Error>,
+    ) -> Result<(), Failure> {
+        let first = self.request(Method::GET, path, query).query("maxResults", PAGE);
+        self.rest.pages(call.api(), &first, Next::Token("/nextPageToken", "pageToken"), page).await
+    }
+
+    async fn send(&self, call: Call<'_>, request: &Request) -> Result<Value, Failure> {
+        let body = self.rest.call(call.api(), request).await?.json();
+        if !body.is_object() {
+            let text =
+                format!("{}: the answer to {} is no JSON object; it is tried again", call.what, call.action);
+            return Err(Error::transient(text).into());
+        }
+        Ok(body)
+    }
+}

@@ -1,0 +1,276 @@
+//! Makes one VM, exactly once per key, and waits until Google has decided on it. May call `insert`, `get` and `list` of
+//! instances and `get` of zoneOperations.
+//!
+//! **Exactly once per key.** The VM's name and the call's `requestId` follow from owner and key, and the placement has
+//! one offering. A repeated call gets the operation of the first one, or `alreadyExists` after Google has forgotten it.
+//! Both lead to the VM of that name. Its description has the digest of its request.
+//!
+//! **Decision.** Google accepts an insert and may refuse it seconds later, in the operation. A VM that has left
+//! `PROVISIONING` has its resources. After a refusal nothing is left.
+
+use std::time::Duration;
+
+use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Owner};
+use peerpod_provider_cloud::{Meaning, Offering, names};
+use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use crate::Gcp;
+use crate::body::{DataDisk, Shape};
+use crate::client::Call;
+use crate::facts::ImageFacts;
+use crate::links::VmId;
+use crate::provider::Connected;
+use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
+use crate::vms::{Vm, VmState};
+
+/// Time for which an offering is not tried again after a lack of quota. Quotas change more slowly than capacity.
+const QUOTA_STANDS: Duration = Duration::from_secs(600);
+
+/// Create that is ready to be sent.
+pub(crate) struct Launch<'l> {
+    pub gcp: &'l Gcp,
+    pub connected: &'l Connected,
+    pub request: &'l CreateRequest,
+    pub key: &'l IdempotencyKey,
+    pub offering: &'l Offering,
+    pub image: &'l ImageFacts,
+    pub disks: &'l [DataDisk],
+    pub until: Instant,
+}
+
+/// State of a VM that was asked for.
+enum Seen {
+    Vm(Box<Vm>),
+    /// The operation has ended without a fault, and there is no VM: it was deleted since.
+    Gone,
+}
+
+/// Returns the `requestId` of a call: a UUID that follows from owner, key and kind of call.
+pub(crate) fn request_id(owner: &Owner, key: &IdempotencyKey, kind: &str) -> String {
+    let Owner { cluster_id, node_name, installation } = owner;
+    let hash = names::digest(&[cluster_id, node_name, installation, key.as_str(), kind]);
+    names::uuid_text(&names::version_8(&hash))
+}
+
+impl Launch<'_> {
+    /// Makes the VM, or finds that of an earlier call.
+    pub(crate) async fn one(&self) -> Result<Created, Error> {
+        let vm = VmId { zone: self.offering.zone.clone(), name: names::unique(&self.gcp.owner, self.key) };
+        let body = self.shape().insert(&vm.name)?;
+        let what = self.what();
+        let call = Call::new("instances.insert", self.key.as_str(), &what).until(self.until);
+        let path = self.connected.compute.own(&format!("zones/{}/instances", vm.zone));
+        let id = request_id(&self.gcp.owner, self.key, "insert");
+        let sent = self.connected.compute.post(call, &path, &[("requestId", &id)], Some(&body)).await;
+        let operation = match sent {
+            Ok(operation) => Some(operation),
+            Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => None,
+            Err(failure) => return Err(self.refused(failure).await),
+        };
+        let end = end_of_wait(self.until);
+        let decided = decide(&self.gcp.decisions, end, || self.look(&vm, operation.as_ref())).await;
+        match decided.map_err(|failure| failure.error)? {
+            Decision::Made(Seen::Vm(seen)) => self.created(&vm, Some(&seen)),
+            Decision::Made(Seen::Gone) => Err(self.gone()),
+            Decision::Refused(said) => Err(self.refused_later("instances.insert", &said, 400)),
+            // The id is known; a later refusal is `NotFound` of `addresses`.
+            Decision::Open => self.created(&vm, None),
+        }
+    }
+
+    /// Returns the VM that is to be made.
+    pub(crate) fn shape(&self) -> Shape<'_> {
+        let catalogue = self.gcp.planner.catalogue();
+        let machine = catalogue.types.iter().find(|one| one.name == self.offering.machine);
+        Shape {
+            config: &self.gcp.config,
+            owner: &self.gcp.owner,
+            request: self.request,
+            key: self.key,
+            offering: self.offering,
+            image: self.image,
+            has_gpus: machine.is_some_and(|machine| machine.gpus > 0),
+            disks: self.disks,
+        }
+    }
+
+    pub(crate) fn what(&self) -> String {
+        format!("create of {}", self.request.name)
+    }
+
+    /// Looks whether Google has decided on the VM.
+    async fn look(&self, vm: &VmId, operation: Option<&Value>) -> Result<Decision<Seen>, Failure> {
+        let what = self.what();
+        let refused = operation.filter(|one| is_done(one)).and_then(said_of_operation);
+        // The VM of an earlier call has the name: it is looked up below.
+        let has_earlier = refused.as_ref().is_some_and(is_of_an_earlier);
+        if let Some(said) = refused.filter(|_| !has_earlier) {
+            return Ok(Decision::Refused(said));
+        }
+        if let Some(seen) = self.connected.vms.ask(vm.to_string(), self.until, &what).await? {
+            self.check_marks(&seen)?;
+            return Ok(match seen.state {
+                // One that stops is being deleted, or has ended: it vanishes, or has no addresses.
+                VmState::Provisioning | VmState::Stopping => Decision::Open,
+                VmState::Staging | VmState::Running | VmState::Ended => {
+                    Decision::Made(Seen::Vm(Box::new(seen)))
+                }
+            });
+        }
+        let operation = operation.filter(|_| !has_earlier);
+        let Some(name) = operation.and_then(|one| read::text(one, "/name")) else {
+            return Ok(Decision::Made(Seen::Gone));
+        };
+        let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
+        let latest = self.connected.compute.operation(call, &vm.zone, name).await?;
+        Ok(match said_of_operation(&latest) {
+            _ if !is_done(&latest) => Decision::Open,
+            Some(said) if !is_of_an_earlier(&said) => Decision::Refused(said),
+            // The VM may have appeared between the two looks.
+            _ => match self.connected.vms.ask(vm.to_string(), self.until, &what).await? {
+                Some(_) => Decision::Open,
+                None => Decision::Made(Seen::Gone),
+            },
+        })
+    }
+
+    /// Refuses a VM of another owner or of another request.
+    pub(crate) fn check_marks(&self, vm: &Vm) -> Result<(), Error> {
+        let what = self.what();
+        if !vm.marks.are_of(&self.gcp.owner) {
+            return Err(Error::key_reused(format!(
+                "{what}: {} has its name and another owner; delete it, or give this cluster another name",
+                vm.id
+            )));
+        }
+        if vm.marks.digest.as_deref() != Some(self.request.digest().as_str()) {
+            return Err(Error::key_reused(format!(
+                "{what}: its key was used before with another request, which made {}; this is a bug in Peerpod, report it",
+                vm.id
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a call that Google refused at once.
+    pub(crate) async fn refused(&self, failure: Failure) -> Error {
+        let code = failure.code().to_owned();
+        match &failure.error {
+            Error::Capacity { .. } => return self.exhausted(&code, failure.error),
+            Error::Quota { .. } => self.gcp.planner.exhausted_for(self.offering, &code, QUOTA_STANDS),
+            Error::Invalid { .. } => {
+                // The cached facts may be out of date; the next create loads them again.
+                self.gcp.facts.forget().await;
+            }
+            _ => {}
+        }
+        failure.error
+    }
+
+    /// Returns the error of a call that Google accepted and refused later.
+    pub(crate) fn refused_later(&self, action: &str, said: &Said, status: u16) -> Error {
+        let Said { code, message } = said;
+        let error = REFUSALS.refused(action, code, message, status, None).during(self.what());
+        match error {
+            Error::Capacity { .. } => self.exhausted(code, error),
+            Error::Quota { .. } => {
+                self.gcp.planner.exhausted_for(self.offering, code, QUOTA_STANDS);
+                error
+            }
+            // A refused operation has no effect. The same call would get the same operation again.
+            Error::Transient { text } | Error::Throttled { text, .. } => self.spent(text),
+            error => error,
+        }
+    }
+
+    /// Marks the offering; returns the error with Google's words and the remedy.
+    fn exhausted(&self, code: &str, error: Error) -> Error {
+        self.gcp.planner.exhausted(self.offering, code);
+        let tried = [(self.offering.clone(), code.to_owned())];
+        match (self.gcp.planner.capacity_error(&self.request.name, &tried), error) {
+            (Error::Capacity { offering, rejected, .. }, Error::Capacity { text, .. }) => {
+                Error::Capacity { offering, rejected, text }
+            }
+            (_, error) => error,
+        }
+    }
+
+    /// Returns the error for an attempt whose `requestId` is used up: only another attempt, with another key, helps.
+    fn spent(&self, text: String) -> Error {
+        Error::capacity(self.offering.to_string(), format!("{text}; another attempt is needed"))
+    }
+
+    /// Returns the error for a key whose VM was deleted.
+    pub(crate) fn gone(&self) -> Error {
+        self.spent(format!("{}: the VM of an earlier call with its key was deleted", self.what()))
+    }
+
+    /// Returns the answer for a VM, and records that it was made.
+    pub(crate) fn created(&self, vm: &VmId, seen: Option<&Vm>) -> Result<Created, Error> {
+        let id = vm.id().ok_or_else(|| Error::transient(format!("{}: its name is no id", self.what())))?;
+        self.gcp.recent.made(&id, self.key, &self.request.name, Instant::now());
+        if seen.is_some() {
+            self.gcp.recent.seen(&id);
+        }
+        Ok(self.answer(id, seen))
+    }
+
+    fn answer(&self, id: InstanceId, seen: Option<&Vm>) -> Created {
+        let public = self.gcp.config.use_public_ip;
+        let addresses = seen.filter(|vm| vm.state.lives()).map(|vm| vm.addresses(public));
+        let identity = |disk: &DataDisk| identity(&DataDisk::device_name(&disk.disk));
+        let volumes = self.request.disks.iter().map(|disk| disk.volume.clone());
+        Created {
+            id,
+            addresses: addresses.unwrap_or_default(),
+            instance_type: Some(self.offering.machine.clone()),
+            disks: volumes.zip(self.disks.iter().map(identity)).collect(),
+        }
+    }
+}
+
+/// Returns the identity by which the guest finds a disk with this device name.
+pub(crate) fn identity(device_name: &str) -> DiskIdentity {
+    DiskIdentity::ById(format!("google-{device_name}"))
+}
+
+/// Whether an operation failed because there is a VM of that name.
+pub(crate) fn is_of_an_earlier(said: &Said) -> bool {
+    REFUSALS.meaning(&said.code, &said.message, 400) == Meaning::KeyReused
+}
+
+/// Whether an operation has ended, with or without an error.
+pub(crate) fn is_done(operation: &Value) -> bool {
+    read::text(operation, "/status") == Some("DONE")
+}
+
+/// Returns the failure of an operation that has ended with an error.
+pub(crate) fn failure_of(action: &str, what: &str, operation: &Value) -> Option<Error> {
+    let Said { code, message } = said_of_operation(operation)?;
+    let status = status_of_operation(operation);
+    Some(REFUSALS.refused(action, &code, &message, status, None).during(what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_id_follows_from_owner_key_and_call() {
+        let owner =
+            |node: &str| Owner { cluster_id: "c".into(), node_name: node.into(), installation: "i".into() };
+        let key = |attempt| IdempotencyKey::derive("c", "s", attempt);
+        let one = request_id(&owner("n"), &key(0), "insert");
+        assert_eq!(one, request_id(&owner("n"), &key(0), "insert"));
+        assert!(one.len() == 36 && one != "00000000-0000-0000-0000-000000000000");
+        for other in [
+            request_id(&owner("m"), &key(0), "insert"),
+            request_id(&owner("n"), &key(1), "insert"),
+            request_id(&owner("n"), &key(0), "bulkInsert"),
+        ] {
+            assert_ne!(one, other);
+        }
+    }
+}
