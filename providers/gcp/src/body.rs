@@ -189,9 +189,11 @@ fn word(technology: Confidential) -> &'static str {
 }
 
 fn nic(nic: &Nic, is_public: bool) -> Value {
-    let mut body = json!({"network": nic.network, "nicType": "GVNIC", "stackType": "IPV4_ONLY"});
-    if let Some(subnetwork) = &nic.subnetwork {
-        body["subnetwork"] = subnetwork.as_str().into();
+    let mut body = json!({"nicType": "GVNIC", "stackType": "IPV4_ONLY"});
+    for (key, path) in [("network", &nic.network), ("subnetwork", &nic.subnetwork)] {
+        if let Some(path) = path {
+            body[key] = path.as_str().into();
+        }
     }
     if is_public {
         body["accessConfigs"] = json!([{

@@ -141,7 +141,7 @@ mod tests {
         assert_eq!((config.zones.len(), config.root.size_gib, config.root.kind.as_str()), (1, 40, "pd-ssd"));
         assert!(config.use_public_ip && config.confidential == Some(Confidential::SevSnp));
         assert_eq!(config.resource_manager_tags["project-1/env"], "prod");
-        assert_eq!(config.nic.network, "projects/project-1/global/networks/default");
+        assert_eq!(config.nic.network.as_deref(), Some("projects/project-1/global/networks/default"));
     }
 
     #[test]

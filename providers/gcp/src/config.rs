@@ -110,8 +110,8 @@ pub enum Credentials {
 /// Network of a NIC, by paths below the API's version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nic {
-    /// Network.
-    pub network: String,
+    /// Network; `None`: that of the subnetwork.
+    pub network: Option<String>,
     /// Subnetwork; `None`: that of the region, in a network that makes its own.
     pub subnetwork: Option<String>,
 }
@@ -240,49 +240,49 @@ fn arch(section: &mut Reader) -> Arch {
 }
 
 fn nic(section: &mut Reader, project: &str, region: &str) -> Nic {
-    let network: String = section.get("network", "default", "network of the VMs: its name or path");
+    let network: Option<String> = section
+        .optional("network", "network of the VMs: its name or path; default: the subnetwork's, or `default`");
     let subnetwork: Option<String> = section.optional(
         "subnetwork",
         "subnetwork of the VMs: its name or path; required unless the network makes its own",
     );
-    linked(section, project, region, ("network", &network), ("subnetwork", subnetwork.as_deref()))
+    let network = network.or_else(|| subnetwork.is_none().then(|| "default".to_owned()));
+    linked(section, project, region, ["network", "subnetwork"], [network, subnetwork])
 }
 
 fn second_nic(section: &mut Reader, project: &str, region: &str) -> Option<Nic> {
-    let network: Option<String> = section
-        .optional("second-network", "network of a pod's second NIC, another one; without it no pod gets one");
-    let subnetwork: Option<String> =
-        section.optional("second-subnetwork", "subnetwork of a pod's second NIC: its name or path");
-    let Some(network) = network else {
-        if subnetwork.is_some() {
-            section.mistake("second-subnetwork", "second-network is missing; give both");
-        }
+    let network: Option<String> =
+        section.optional("second-network", "network of a pod's second NIC: its name or path; another one");
+    let subnetwork: Option<String> = section.optional(
+        "second-subnetwork",
+        "subnetwork of a pod's second NIC, in another network; without both no pod gets one",
+    );
+    if network.is_none() && subnetwork.is_none() {
         return None;
-    };
-    let subnetwork = ("second-subnetwork", subnetwork.as_deref());
-    Some(linked(section, project, region, ("second-network", &network), subnetwork))
+    }
+    Some(linked(section, project, region, ["second-network", "second-subnetwork"], [network, subnetwork]))
 }
 
+/// Returns the NIC of two settings, by their keys and values.
 fn linked(
     section: &mut Reader,
     project: &str,
     region: &str,
-    (network_key, network): (&str, &str),
-    (subnetwork_key, subnetwork): (&str, Option<&str>),
+    keys: [&str; 2],
+    [network, subnetwork]: [Option<String>; 2],
 ) -> Nic {
-    let network = links::network(network, project);
-    if network.is_none() {
-        section
-            .mistake(network_key, "not a network; write its name, or projects/PROJECT/global/networks/NAME");
+    let network = network.map(|text| links::network(&text, project));
+    if network == Some(None) {
+        section.mistake(keys[0], "not a network; write its name, or projects/PROJECT/global/networks/NAME");
     }
     // Without a zone there is no region, and a name alone is no mistake.
     let region = if region.is_empty() { "unknown" } else { region };
-    let link = subnetwork.map(|text| links::subnetwork(text, project, region));
-    if link == Some(None) {
+    let subnetwork = subnetwork.map(|text| links::subnetwork(&text, project, region));
+    if subnetwork == Some(None) {
         let why = "not a subnetwork; write its name, or projects/PROJECT/regions/REGION/subnetworks/NAME";
-        section.mistake(subnetwork_key, why);
+        section.mistake(keys[1], why);
     }
-    Nic { network: network.unwrap_or_default(), subnetwork: link.flatten() }
+    Nic { network: network.flatten(), subnetwork: subnetwork.flatten() }
 }
 
 fn network_tags(section: &mut Reader) -> Vec<String> {

@@ -134,25 +134,28 @@ async fn network(compute: &Compute, config: &GcpConfig, nic: &Nic) -> Result<Str
         let what = format!("look at the subnetwork {}", links::last(subnetwork));
         let body = compute.get(Call::new("subnetworks.get", OWNER, &what), subnetwork, &[]).await?;
         let own = read::text(&body, "/network").unwrap_or_default();
-        if !own.is_empty() && !own.ends_with(&nic.network) {
+        if let Some(other) =
+            nic.network.as_ref().filter(|network| !own.is_empty() && !own.ends_with(*network))
+        {
             return Err(Error::invalid(format!(
                 "{what}: it is in the network {}, not in {}; correct provider.gcp.network or subnetwork",
                 links::last(own),
-                links::last(&nic.network)
+                links::last(other)
             )));
         }
         let range = read::text(&body, "/ipCidrRange").unwrap_or("no range");
         return Ok(format!("subnetwork {} ({range})", links::last(subnetwork)));
     }
-    let what = format!("look at the network {}", links::last(&nic.network));
-    let body = compute.get(Call::new("networks.get", OWNER, &what), &nic.network, &[]).await?;
+    let path = nic.network.as_deref().unwrap_or_default();
+    let what = format!("look at the network {}", links::last(path));
+    let body = compute.get(Call::new("networks.get", OWNER, &what), path, &[]).await?;
     if read::flag(&body, "/autoCreateSubnetworks") == Some(false) {
         let region = config.zones.first().map_or("the region", |zone| links::region_of(zone));
         return Err(Error::invalid(format!(
             "{what}: it does not make its own subnetworks; set provider.gcp.subnetwork to one in {region}"
         )));
     }
-    Ok(format!("network {}", links::last(&nic.network)))
+    Ok(format!("network {}", links::last(path)))
 }
 
 type Types = (Vec<MachineType>, HashMap<String, HashSet<String>>);

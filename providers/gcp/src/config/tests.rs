@@ -24,7 +24,7 @@ fn project_zones_and_image_are_the_required_settings() {
     let config = read(&LEAST).unwrap();
     assert_eq!(config.instance_types, ["n2d-standard-2"]);
     assert_eq!(config.confidential, Some(Confidential::SevSnp), "plain VMs are a decision");
-    assert_eq!(config.nic.network, "projects/project-1/global/networks/default");
+    assert_eq!(config.nic.network.as_deref(), Some("projects/project-1/global/networks/default"));
     assert!(config.nic.subnetwork.is_none() && config.second_nic.is_none());
     assert_eq!((config.root.size_gib, config.root.kind.as_str()), (10, "pd-balanced"));
     assert!(matches!(config.credentials, Credentials::Default));
@@ -43,7 +43,7 @@ fn all_mistakes_are_reported_at_once_with_a_remedy() {
         ("image", "Podvm"),
         ("network", "a b"),
         ("subnetwork", "x/y/z"),
-        ("second-subnetwork", "s"),
+        ("second-subnetwork", "S"),
         ("network-tags", "Pods"),
         ("confidential", "snp"),
         ("service-account", "me"),
@@ -60,7 +60,6 @@ fn all_mistakes_are_reported_at_once_with_a_remedy() {
         "not an image",
         "not a network",
         "not a subnetwork",
-        "second-network is missing",
         "Pods is no network tag",
         "write one of none, sev, sev_snp, tdx",
         "not an e-mail address",
@@ -102,7 +101,9 @@ fn paths_name_the_project_and_the_region() {
     let config = read(&[&LEAST[..], &all[..]].concat()).unwrap();
     let subnetwork = "projects/project-1/regions/us-central1/subnetworks/pods";
     assert_eq!(config.nic.subnetwork.as_deref(), Some(subnetwork));
-    assert_eq!(config.second_nic.unwrap().network, "projects/host/global/networks/storage");
+    assert_eq!(config.nic.network, None, "a subnetwork has its network");
+    let second = config.second_nic.unwrap();
+    assert_eq!(second.network.as_deref(), Some("projects/host/global/networks/storage"));
     let tags: Vec<_> = config.resource_manager_tags.iter().map(|(k, v)| format!("{k}={v}")).collect();
     assert_eq!(tags, ["other/team=blue", "project-1/env=prod", "tagKeys/12=tagValues/34"]);
     assert_eq!(config.confidential, None);
