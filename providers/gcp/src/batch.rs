@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::client::Call;
 use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
-use crate::refusal::{said_of_operation, status_of_operation};
+use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
 use crate::vms::{self, Vm};
 
 /// Longest time that a list may lack VMs that the operation counts.
@@ -101,13 +101,26 @@ impl Launch<'_> {
         }
         let lives = seen.iter().filter(|vm| vm.state.lives());
         let made: Vec<Created> = lives.map(|vm| self.created(&vm.id, Some(vm))).collect::<Result<_, _>>()?;
-        let rest = || match counted.refused {
-            Some((said, status)) => self.refused_later("instances.bulkInsert", &said, status),
-            None => self.gone(),
-        };
         match made.len() {
-            0 => Err(rest()),
-            some => Ok(CreatedMany { rest: (some < count as usize).then(rest), made }),
+            0 => Err(self.rest(counted, count)),
+            some => {
+                Ok(CreatedMany { rest: (some < count as usize).then(|| self.rest(counted, count)), made })
+            }
+        }
+    }
+
+    /// Returns the reason why there are fewer VMs than asked for.
+    fn rest(&self, counted: Counted, count: u32) -> Error {
+        match (counted.refused, counted.made) {
+            (Some((said, status)), _) => self.refused_later("instances.bulkInsert", &said, status),
+            // Google gives no reason for VMs that it could not make, if it made some.
+            (None, Some(made)) if made < count as usize => {
+                let why = format!("{made} of {count} VMs");
+                let remedy = REFUSALS.remedy("instances.bulkInsert", "STOCKOUT", "", 400);
+                let text = format!("{}: Google had capacity for {why} only; {remedy}", self.what());
+                self.exhausted(&why, Error::capacity("", text))
+            }
+            (None, _) => self.gone(),
         }
     }
 }

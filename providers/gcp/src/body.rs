@@ -25,15 +25,20 @@ impl DataDisk {
         format!("pp-{}{}", names::short(&[&disk.path()]), names::short(&[&disk.path(), ""]))
     }
 
-    /// Returns the disk as an insert and an attach take it. It stays when its VM is deleted.
-    pub(crate) fn attached(&self) -> Value {
-        json!({
+    /// Returns the disk as an insert and an attach take it. It stays when its VM is deleted. Confidential VMs have no
+    /// SCSI controller (`is_nvme`); for others, Google chooses.
+    pub(crate) fn attached(&self, is_nvme: bool) -> Value {
+        let mut body = json!({
             "source": self.disk.path(),
             "deviceName": DataDisk::device_name(&self.disk),
             "mode": if self.read_only { "READ_ONLY" } else { "READ_WRITE" },
             "type": "PERSISTENT",
             "autoDelete": false,
-        })
+        });
+        if is_nvme {
+            body["interface"] = "NVME".into();
+        }
+        body
     }
 }
 
@@ -138,11 +143,11 @@ impl Shape<'_> {
             "mode": "READ_WRITE",
             "initializeParams": root,
         });
-        if self.confidential().is_some() {
-            // Confidential VMs have no SCSI controller.
+        let is_nvme = self.confidential().is_some();
+        if is_nvme {
             boot["interface"] = "NVME".into();
         }
-        [boot].into_iter().chain(self.disks.iter().map(DataDisk::attached)).collect()
+        [boot].into_iter().chain(self.disks.iter().map(|disk| disk.attached(is_nvme))).collect()
     }
 
     fn nics(&self) -> Value {
@@ -265,6 +270,7 @@ mod tests {
         assert_eq!((&boot["autoDelete"], &boot["interface"]), (&json!(true), &json!("NVME")));
         let data = &body["disks"][1];
         assert_eq!((&data["autoDelete"], &data["mode"]), (&json!(false), &json!("READ_ONLY")));
+        assert_eq!(data["interface"], "NVME", "a confidential VM has no SCSI controller");
         assert_eq!(body["networkInterfaces"].as_array().unwrap().len(), 1);
         assert!(body.get("params").is_none() && body.get("tags").is_none());
     }

@@ -113,7 +113,7 @@ impl Launch<'_> {
             self.check_marks(&seen)?;
             return Ok(match seen.state {
                 // One that stops is being deleted, or has ended: it vanishes, or has no addresses.
-                VmState::Provisioning | VmState::Stopping => Decision::Open,
+                VmState::Provisioning | VmState::Stopping | VmState::Deleting => Decision::Open,
                 VmState::Staging | VmState::Running | VmState::Ended => {
                     Decision::Made(Seen::Vm(Box::new(seen)))
                 }
@@ -186,7 +186,7 @@ impl Launch<'_> {
     }
 
     /// Marks the offering; returns the error with Google's words and the remedy.
-    fn exhausted(&self, code: &str, error: Error) -> Error {
+    pub(crate) fn exhausted(&self, code: &str, error: Error) -> Error {
         self.gcp.planner.exhausted(self.offering, code);
         let tried = [(self.offering.clone(), code.to_owned())];
         match (self.gcp.planner.capacity_error(&self.request.name, &tried), error) {

@@ -64,8 +64,12 @@ pub(crate) async fn delete(gcp: &Gcp, id: &InstanceId) -> Result<(), Error> {
         tracing::warn!(vm = %id, "the VM has no marks of this cluster, node and installation: it is left alone");
         return Ok(());
     }
-    let is_stopping = seen.state == VmState::Stopping;
-    if is_stopping && gcp.deleted.has(&vm, Instant::now()) {
+    let is_going = match seen.state {
+        VmState::Deleting => true,
+        VmState::Stopping => gcp.deleted.has(&vm, Instant::now()),
+        _ => false,
+    };
+    if is_going {
         return Ok(());
     }
     let call = Call::new("instances.delete", id.as_str(), &what);

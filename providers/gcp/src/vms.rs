@@ -30,6 +30,8 @@ pub(crate) struct Vm {
     pub public: Option<IpAddr>,
     /// Disks other than the boot disk: the path below the API's version, and the device name.
     pub disks: Vec<(String, String)>,
+    /// Whether its boot disk, and so each other one, is an NVMe disk by request.
+    pub is_nvme: bool,
     pub marks: Marks,
     pub created: Option<SystemTime>,
     /// Reason of the state, if Google gives one.
@@ -47,6 +49,8 @@ pub(crate) enum VmState {
     /// Stopping, for a delete or by itself.
     Stopping,
     Ended,
+    /// Google frees its resources.
+    Deleting,
 }
 
 impl VmState {
@@ -54,7 +58,8 @@ impl VmState {
         match word {
             "STAGING" => VmState::Staging,
             "RUNNING" | "REPAIRING" => VmState::Running,
-            "STOPPING" | "PENDING_STOP" | "SUSPENDING" | "DEPROVISIONING" => VmState::Stopping,
+            "STOPPING" | "PENDING_STOP" | "SUSPENDING" => VmState::Stopping,
+            "DEPROVISIONING" => VmState::Deleting,
             "TERMINATED" | "STOPPED" | "SUSPENDED" => VmState::Ended,
             // Also a state that Google may add later. The VM exists, so it must be listed to be deleted.
             _ => VmState::Provisioning,
@@ -85,6 +90,7 @@ impl Vm {
                 .iter()
                 .find_map(|config| read::address(config, "/natIP")),
             disks: disks.filter_map(disk).collect(),
+            is_nvme: read::text(body, "/disks/0/interface") == Some("NVME"),
             marks: read::text(body, "/description").map(marks::read).unwrap_or_default(),
             created: read::time(body, "/creationTimestamp"),
             reason: read::text(body, "/statusMessage").map(str::to_owned),
@@ -108,11 +114,11 @@ impl Vm {
     /// `is_deleted` tells whether this process asked for the former.
     pub(crate) fn owned(&self, public: bool, is_deleted: bool) -> Option<Owned> {
         let state = match self.state {
-            VmState::Provisioning | VmState::Staging if is_deleted => OwnedState::Deleting,
+            _ if is_deleted => OwnedState::Deleting,
             VmState::Provisioning | VmState::Staging => OwnedState::Pending,
-            VmState::Running | VmState::Stopping | VmState::Ended if is_deleted => OwnedState::Deleting,
             VmState::Running => OwnedState::Running,
             VmState::Stopping | VmState::Ended => OwnedState::Ended,
+            VmState::Deleting => OwnedState::Deleting,
         };
         Some(Owned {
             id: self.id.id()?,

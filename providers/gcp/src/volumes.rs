@@ -115,7 +115,7 @@ pub(crate) async fn attach(gcp: &Gcp, id: &InstanceId, disk: &DiskRequest) -> Re
     if let Some(user) = others.filter(|_| !disk.read_only) {
         return Err(in_use(&what, &disk.volume, user));
     }
-    let body = DataDisk { disk: parsed.clone(), read_only: disk.read_only }.attached();
+    let body = DataDisk { disk: parsed.clone(), read_only: disk.read_only }.attached(vm.is_nvme);
     let path = format!("{}/attachDisk", vm.id.path());
     done(gcp, "instances.attachDisk", &vm.id, &path, &[], Some(&body), &what).await?;
     Ok(identity(&DataDisk::device_name(&parsed)))
