@@ -1,0 +1,87 @@
+//! Runs the conformance suite of all providers against the fake.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Owner, Provider};
+use peerpod_test_clouds::Fault;
+use peerpod_test_clouds::gcp::ZONES;
+
+use super::common::{Site, owner, request};
+
+struct Bench {
+    provider: Arc<dyn Provider>,
+    site: Site,
+    volume: String,
+    /// Runtime of the fake; ends after it.
+    _runtime: tokio::runtime::Runtime,
+}
+
+fn make() -> Bench {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let site = runtime.block_on(Site::start());
+    site.cloud.set_times(Duration::from_millis(30), Duration::from_millis(30));
+    site.cloud.with(|gcp, _| gcp.delete_time = Duration::from_millis(50));
+    let volume = site.disk(ZONES[0], "pvc-1");
+    Bench { provider: site.provider(&[]), site, volume, _runtime: runtime }
+}
+
+#[async_trait]
+impl Harness for Bench {
+    fn provider(&self) -> Arc<dyn Provider> {
+        self.provider.clone()
+    }
+
+    async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
+        let vm = self.site.vm(id.as_str())?;
+        let items = vm["metadata"]["items"].as_array()?;
+        let item = items.iter().find(|item| item["key"] == "user-data")?;
+        Some(item["value"].as_str()?.as_bytes().to_vec())
+    }
+
+    async fn machines(&self) -> Option<usize> {
+        Some(self.site.machines().len())
+    }
+
+    fn unknown_id(&self) -> Option<InstanceId> {
+        InstanceId::new(format!("{}/pp-aaaaaaaa-aaaaaaaaaaaaaaaaaaaaaaaaaa", ZONES[0])).ok()
+    }
+
+    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+        // Another cluster with equal names.
+        let owner = Owner { installation: "another".to_owned(), ..owner("n") };
+        Some(self.site.provider_of(owner, &[]))
+    }
+
+    fn successor(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.site.provider(&[]))
+    }
+
+    fn collector(&self) -> Option<Arc<dyn Provider>> {
+        Some(self.site.collector())
+    }
+
+    fn volume(&self) -> Option<DiskRequest> {
+        Some(DiskRequest { volume: self.volume.clone(), ..DiskRequest::default() })
+    }
+
+    async fn late_refusal(&self) -> Option<CreateRequest> {
+        let message = "The zone does not have enough resources available to fulfill the request.";
+        let fault = Fault::refuse_late("ZONE_RESOURCE_POOL_EXHAUSTED", message);
+        self.site.cloud.fail("compute.instances.insert", fault, 1);
+        Some(request("late"))
+    }
+
+    fn page(&self) -> Option<u32> {
+        self.site.cloud.with(|gcp, _| gcp.page = 2);
+        Some(2)
+    }
+
+    async fn lose_page(&self) {
+        self.site.cloud.fail("compute.instances.aggregatedList second page", Fault::Reset, 1);
+    }
+}
+
+peerpod_provider_api::conformance_suite!(make);

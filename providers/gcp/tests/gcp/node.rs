@@ -1,0 +1,238 @@
+//! Runs the real peerpod-node with this provider, against the fake. The tests simulate shims, but no guests: no pod gets
+//! ready, but each gets its VM, its addresses, and its deletion.
+//!
+//! With `PEERPOD_TEST_LONG` the counts are those of the issue: 500 pods, 100 kills.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures_util::{StreamExt, stream};
+use peerpod_client::{Annotations, Error, ShimClient};
+use peerpod_test_clouds::{Cloud, Fault, Gcp};
+use peerpod_tests::{Dice, fresh_id, report, stop_in_time};
+use peerpod_world::{Daemons, Settings, World, eventually, many};
+
+use super::common::{PATIENCE, Site};
+
+/// Concurrent calls of StopVM.
+const AT_ONCE: usize = 32;
+
+/// Node that uses this fake.
+struct Node {
+    daemons: Daemons,
+    site: Site,
+    world: World,
+}
+
+impl Node {
+    async fn start(more: impl FnOnce(Settings) -> Settings) -> Node {
+        let world = World::bare().unwrap();
+        // The fake listens in the node's network namespace, where the node can reach it.
+        let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
+        let site = Site { cloud: Cloud::start_on(listener, Gcp::default()).await.unwrap() };
+        site.cloud.set_times(Duration::from_millis(300), Duration::from_millis(200));
+        let mut settings = Settings::none()
+            .set("provider.kind", "gcp")
+            .set("node.relay-addresses", vec!["192.0.2.1:15151"])
+            .set("node.boot-timeout", "20m")
+            .set("node.ticket-ttl", "30m")
+            .set("log.level", "info");
+        for (key, value) in site.settings() {
+            settings = settings.set(&format!("provider.gcp.{key}"), value);
+        }
+        let mut daemons = Daemons::prepare(&world, more(settings)).unwrap();
+        daemons.start_relay().unwrap();
+        daemons.start_node().unwrap();
+        daemons.ready().await.unwrap();
+        let node = Node { daemons, site, world };
+        node.settled().await;
+        node
+    }
+
+    /// Waits for the end of preflight, so that later calls are those of pods.
+    async fn settled(&self) {
+        self.until("preflight is over", || async {
+            let metrics = self.daemons.metrics("node").ok()?;
+            let done = |line: &str| {
+                line.starts_with("peerpod_provider_calls_total")
+                    && line.contains("preflight")
+                    && line.contains("\"ok\"")
+            };
+            metrics.lines().any(done).then_some(())
+        })
+        .await;
+    }
+
+    async fn until<T, F: Future<Output = Option<T>>>(&self, what: &str, probe: impl Fn() -> F) -> T {
+        let found = eventually(what, PATIENCE * 5, async || {
+            let found = probe().await;
+            if found.is_none() {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            found
+        });
+        found.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()))
+    }
+
+    fn pods(&self, count: usize) -> Vec<(String, PathBuf)> {
+        (0..count).map(|number| (fresh_id("gcp"), many::attach(&self.world, number).unwrap())).collect()
+    }
+
+    /// Calls CreateVM for all pods at once, each on a connection of its own, as shims do.
+    fn create(&self, pods: &[(String, PathBuf)]) -> Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>> {
+        let create = |(id, netns): &(String, PathBuf)| {
+            let (id, netns, socket) = (id.clone(), netns.clone(), self.daemons.hypervisor_socket());
+            tokio::spawn(async move {
+                let shim = ShimClient::connect(&socket).await?;
+                shim.create_vm(&id, Annotations::new("default", &id).size("1", 512), &netns).await
+            })
+        };
+        pods.iter().map(create).collect()
+    }
+
+    async fn answered(&self, calls: Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>>) {
+        for call in calls {
+            let answered = tokio::time::timeout(PATIENCE, call).await;
+            answered.unwrap_or_else(|_| panic!("{}", self.daemons.log_tails())).unwrap().unwrap();
+        }
+    }
+
+    /// Returns sandbox → VM, for the sandboxes that have a VM with an address.
+    fn located(&self) -> BTreeMap<String, String> {
+        let entries = self.daemons.ledger().unwrap().into_iter();
+        let of = |record: &serde_json::Value| {
+            record["addresses"].as_array().filter(|addresses| !addresses.is_empty())?;
+            let phase = record["phase"].as_object()?;
+            phase
+                .get("vm")
+                .or_else(|| phase.values().find_map(|inner| inner.get("vm")))?
+                .as_str()
+                .map(str::to_owned)
+        };
+        entries.filter_map(|entry| Some((entry.id.clone(), of(&entry.record)?))).collect()
+    }
+
+    /// Waits until all pods have a VM with an address; returns these VMs.
+    async fn all_located(&self, pods: &[(String, PathBuf)]) -> BTreeMap<String, String> {
+        self.until("every pod has a VM and its address", || async {
+            let located = self.located();
+            pods.iter().map(|(id, _)| Some((id.clone(), located.get(id)?.clone()))).collect()
+        })
+        .await
+    }
+
+    /// Calls StopVM for all pods, many at once, and waits until the cloud has none of their VMs.
+    async fn stop(&self, pods: &[(String, PathBuf)]) {
+        let shim = self.daemons.shim().await.unwrap();
+        let stop = async |id| stop_in_time(&shim, id).await.unwrap();
+        stream::iter(pods).for_each_concurrent(AT_ONCE, |(id, _)| stop(id)).await;
+        self.until("no VM is left", || async { self.site.machines().is_empty().then_some(()) }).await;
+        for (id, _) in pods {
+            self.daemons.gone(id, PATIENCE).await.unwrap();
+        }
+    }
+
+    fn witnessed(&self) -> BTreeSet<String> {
+        self.site.machines().into_iter().collect()
+    }
+}
+
+/// Creates `count` pods at once, waits until each has a VM with an address, and stops them all. Returns the calls for
+/// each pod, without its delete.
+async fn burst(count: usize) -> f64 {
+    let node = Node::start(|settings| settings).await;
+    let pods = node.pods(count);
+    node.site.cloud.forget_calls();
+    node.answered(node.create(&pods)).await;
+    let vms = node.all_located(&pods).await;
+    let each: BTreeSet<String> = vms.values().cloned().collect();
+    assert_eq!(
+        (each.len(), node.witnessed()),
+        (count, each.clone()),
+        "each has its own\n{}",
+        node.daemons.log_tails()
+    );
+    let ledger = node.daemons.ledger().unwrap();
+    let failures = ledger.iter().filter(|entry| !entry.record["cause"].is_null()).count();
+    assert_eq!(failures, 0);
+    let calls = node.site.cloud.calls();
+    let mut by_action: BTreeMap<&str, usize> = BTreeMap::new();
+    for call in &calls {
+        *by_action.entry(&call.action).or_default() += 1;
+    }
+    println!("{count} pods: {} calls: {by_action:?}", calls.len());
+    let per_pod = calls.len() as f64 / count as f64;
+    node.stop(&pods).await;
+    per_pod
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_pods_at_once_cost_less_than_half_a_call_each() {
+    let per_pod = burst(50).await;
+    report("gcp_calls_per_pod_50", per_pod);
+    assert!(per_pod <= 0.5, "{per_pod} calls per pod");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hundreds_of_pods_at_once_cost_a_tenth_of_a_call_each() {
+    let count = if peerpod_tests::long() { 500 } else { 150 };
+    let per_pod = burst(count).await;
+    report(&format!("gcp_calls_per_pod_{count}"), per_pod);
+    let most = if count == 500 { 0.1 } else { 0.3 };
+    assert!(per_pod <= most, "{per_pod} calls per pod");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_killed_while_google_answers_has_one_vm_for_each_pod_afterwards() {
+    let rounds = if peerpod_tests::long() { 100 } else { 6 };
+    let mut node = Node::start(|settings| settings).await;
+    node.site.cloud.set_lag(Duration::from_millis(300));
+    let mut dice = Dice(0x5eed_1234_abcd_0003);
+    let netns: Vec<PathBuf> = node.pods(4).into_iter().map(|(_, netns)| netns).collect();
+    for round in 0..rounds {
+        // The node creates a single pod alone, and several as a batch.
+        let count = 1 + usize::try_from(dice.roll(4)).unwrap();
+        let pods: Vec<(String, PathBuf)> =
+            netns.iter().take(count).map(|netns| (fresh_id("killed"), netns.clone())).collect();
+        let in_between = round % 2 == 0;
+        let late = Fault::Late(Duration::from_secs(5));
+        if in_between {
+            node.site.cloud.fail("compute.instances.insert", late.clone(), 1);
+            node.site.cloud.fail("compute.instances.bulkInsert", late, 1);
+        }
+        // The relay keeps the calls that the killed node has not answered.
+        let calls = node.create(&pods);
+        if in_between {
+            // Google has executed the call, but has not answered it.
+            node.until("Google is late", || async { (node.site.cloud.late() > 0).then_some(()) }).await;
+        }
+        tokio::time::sleep(Duration::from_millis(dice.roll(400))).await;
+        node.daemons.kill_node().unwrap();
+        node.daemons.start_node().unwrap();
+        node.answered(calls).await;
+        let vms: BTreeSet<String> = node.all_located(&pods).await.into_values().collect();
+        assert_eq!((vms.len(), &node.witnessed()), (count, &vms), "round {round}: one each, and no others");
+        node.stop(&pods).await;
+        node.until("no answer is late any more", || async { (node.site.cloud.late() == 0).then_some(()) })
+            .await;
+        node.site.cloud.heal();
+        node.site.cloud.set_lag(Duration::from_millis(300));
+        node.site.cloud.set_times(Duration::from_millis(300), Duration::from_millis(200));
+    }
+    println!("{rounds} kills");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_refusal_leads_to_the_next_zone() {
+    let node = Node::start(|settings| settings.set("provider.gcp.market", "on-demand")).await;
+    let message = "The zone does not have enough resources available to fulfill the request.";
+    let late = Fault::refuse_late("ZONE_RESOURCE_POOL_EXHAUSTED", message);
+    node.site.cloud.fail("compute.instances.insert", late, 1);
+    let pods = node.pods(1);
+    node.answered(node.create(&pods)).await;
+    node.all_located(&pods).await;
+    assert_eq!(node.site.cloud.count(Some("compute.instances.insert")), 2, "one attempt for each zone");
+    node.stop(&pods).await;
+}
