@@ -10,3 +10,5 @@ mod node;
 mod policy;
 mod refusals;
 mod requests;
+#[cfg(feature = "witness")]
+mod witness;
