@@ -114,6 +114,10 @@ impl Shape<'_> {
         }
         if let Some(technology) = self.confidential() {
             put("confidentialInstanceConfig", json!({"confidentialInstanceType": word(technology)}));
+            // The older processors of this family have no SEV-SNP.
+            if technology == Confidential::SevSnp && self.offering.machine.starts_with("n2d-") {
+                put("minCpuPlatform", "AMD Milan".into());
+            }
         }
         Ok(body)
     }
@@ -153,6 +157,7 @@ impl Shape<'_> {
     fn nics(&self) -> Value {
         let public = self.config.use_public_ip || self.request.public_ip;
         let second = self.config.second_nic.as_ref().filter(|_| self.request.second_nic);
+        let nic = |one: &Nic, is_public: bool| nic(one, self.image.can("GVNIC"), is_public);
         let first = nic(&self.config.nic, public);
         [first].into_iter().chain(second.map(|second| nic(second, false))).collect()
     }
@@ -173,9 +178,12 @@ impl Shape<'_> {
         let mut scheduling = json!({
             // A VM is for one run of a pod, whose ticket is used up.
             "automaticRestart": false,
-            "onHostMaintenance": if stays { "TERMINATE" } else { "MIGRATE" },
             "provisioningModel": if is_spot { "SPOT" } else { "STANDARD" },
         });
+        // Otherwise the machine type decides.
+        if stays {
+            scheduling["onHostMaintenance"] = "TERMINATE".into();
+        }
         if is_spot {
             scheduling["instanceTerminationAction"] = "DELETE".into();
         }
@@ -184,7 +192,7 @@ impl Shape<'_> {
 }
 
 /// Returns the API's word for a technology.
-fn word(technology: Confidential) -> &'static str {
+pub(crate) fn word(technology: Confidential) -> &'static str {
     match technology {
         Confidential::Sev => "SEV",
         Confidential::Tdx => "TDX",
@@ -193,8 +201,11 @@ fn word(technology: Confidential) -> &'static str {
     }
 }
 
-fn nic(nic: &Nic, is_public: bool) -> Value {
-    let mut body = json!({"nicType": "GVNIC", "stackType": "IPV4_ONLY"});
+fn nic(nic: &Nic, is_gvnic: bool, is_public: bool) -> Value {
+    let mut body = json!({"stackType": "IPV4_ONLY"});
+    if is_gvnic {
+        body["nicType"] = "GVNIC".into();
+    }
     for (key, path) in [("network", &nic.network), ("subnetwork", &nic.subnetwork)] {
         if let Some(path) = path {
             body[key] = path.as_str().into();
@@ -238,8 +249,12 @@ mod tests {
             subnet: None,
             market: request.market.unwrap_or(Market::OnDemand),
         };
-        let image =
-            ImageFacts { path: "projects/project-1/global/images/podvm-1".into(), disk_gib: 20, arch: None };
+        let image = ImageFacts {
+            path: "projects/project-1/global/images/podvm-1".into(),
+            disk_gib: 20,
+            arch: None,
+            features: vec!["GVNIC".into()],
+        };
         let disk = Disk::parse("zones/us-central1-a/disks/pvc-1", "project-1").unwrap();
         then(&Shape {
             config: &config,
@@ -264,6 +279,10 @@ mod tests {
         assert_eq!(body["serviceAccounts"], json!([]));
         assert_eq!(body["confidentialInstanceConfig"]["confidentialInstanceType"], "SEV_SNP");
         assert_eq!(body["scheduling"]["onHostMaintenance"], "TERMINATE");
+        assert_eq!(
+            (&body["minCpuPlatform"], &body["networkInterfaces"][0]["nicType"]),
+            (&json!("AMD Milan"), &json!("GVNIC"))
+        );
         let boot = &body["disks"][0];
         assert_eq!(boot["initializeParams"]["diskSizeGb"], "20", "an image needs its size, as a string");
         assert_eq!(boot["initializeParams"]["diskType"], "zones/us-central1-a/diskTypes/pd-balanced");

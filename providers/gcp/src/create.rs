@@ -25,6 +25,8 @@ use crate::provider::Connected;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
 use crate::vms::{Vm, VmState};
 
+/// Time after a call for which Google may not show a VM whose operation has ended.
+const UNSEEN: Duration = Duration::from_secs(10);
 /// Time for which an offering is not tried again after a lack of quota. Quotas change more slowly than capacity.
 const QUOTA_STANDS: Duration = Duration::from_secs(600);
 
@@ -45,6 +47,11 @@ enum Seen {
     Vm(Box<Vm>),
     /// The operation has ended without a fault, and there is no VM: it was deleted since.
     Gone,
+}
+
+/// Returns the decision on a VM that Google does not show although its operation has ended.
+fn gone_after(since: Instant) -> Decision<Seen> {
+    if since.elapsed() < UNSEEN { Decision::Open } else { Decision::Made(Seen::Gone) }
 }
 
 /// Returns the `requestId` of a call: a UUID that follows from owner, key and kind of call.
@@ -69,8 +76,8 @@ impl Launch<'_> {
             Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => None,
             Err(failure) => return Err(self.refused(failure).await),
         };
-        let end = end_of_wait(self.until);
-        let decided = decide(&self.gcp.decisions, end, || self.look(&vm, operation.as_ref())).await;
+        let (end, since) = (end_of_wait(self.until), Instant::now());
+        let decided = decide(&self.gcp.decisions, end, || self.look(&vm, operation.as_ref(), since)).await;
         match decided.map_err(|failure| failure.error)? {
             Decision::Made(Seen::Vm(seen)) => self.created(&vm, Some(&seen)),
             Decision::Made(Seen::Gone) => Err(self.gone()),
@@ -100,8 +107,13 @@ impl Launch<'_> {
         format!("create of {}", self.request.name)
     }
 
-    /// Looks whether Google has decided on the VM.
-    async fn look(&self, vm: &VmId, operation: Option<&Value>) -> Result<Decision<Seen>, Failure> {
+    /// Looks whether Google has decided on the VM, which was asked for at the time `since`.
+    async fn look(
+        &self,
+        vm: &VmId,
+        operation: Option<&Value>,
+        since: Instant,
+    ) -> Result<Decision<Seen>, Failure> {
         let what = self.what();
         let refused = operation.filter(|one| is_done(one)).and_then(said_of_operation);
         // The VM of an earlier call has the name: it is looked up below.
@@ -121,18 +133,15 @@ impl Launch<'_> {
         }
         let operation = operation.filter(|_| !has_earlier);
         let Some(name) = operation.and_then(|one| read::text(one, "/name")) else {
-            return Ok(Decision::Made(Seen::Gone));
+            return Ok(gone_after(since));
         };
         let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
         let latest = self.connected.compute.operation(call, &vm.zone, name).await?;
         Ok(match said_of_operation(&latest) {
             _ if !is_done(&latest) => Decision::Open,
             Some(said) if !is_of_an_earlier(&said) => Decision::Refused(said),
-            // The VM may have appeared between the two looks.
-            _ => match self.connected.vms.ask(vm.to_string(), self.until, &what).await? {
-                Some(_) => Decision::Open,
-                None => Decision::Made(Seen::Gone),
-            },
+            // Also a VM that Google does not show yet.
+            _ => gone_after(since),
         })
     }
 
@@ -160,10 +169,8 @@ impl Launch<'_> {
         match &failure.error {
             Error::Capacity { .. } => return self.exhausted(&code, failure.error),
             Error::Quota { .. } => self.gcp.planner.exhausted_for(self.offering, &code, QUOTA_STANDS),
-            Error::Invalid { .. } => {
-                // The cached facts may be out of date; the next create loads them again.
-                self.gcp.facts.forget().await;
-            }
+            // The cached facts may be out of date; the next create loads them again.
+            Error::Invalid { .. } if code == "notFound" => self.gcp.facts.forget().await,
             _ => {}
         }
         failure.error

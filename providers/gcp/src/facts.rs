@@ -41,6 +41,15 @@ pub(crate) struct ImageFacts {
     pub disk_gib: u32,
     /// `None`: the image does not name its architecture.
     pub arch: Option<Arch>,
+    /// What its system can do, like `GVNIC` and `SEV_SNP_CAPABLE`.
+    pub features: Vec<String>,
+}
+
+impl ImageFacts {
+    /// Whether the image's system has this feature.
+    pub(crate) fn can(&self, feature: &str) -> bool {
+        self.features.iter().any(|one| one == feature)
+    }
 }
 
 impl Facts {
@@ -117,6 +126,11 @@ pub(crate) async fn image_facts(compute: &Compute, image: &Image, what: &str) ->
         path: Image { project: image.project.clone(), is_family: false, name: name.to_owned() }.path(),
         disk_gib: read::number(&body, "/diskSizeGb").and_then(|size| u32::try_from(size).ok()).unwrap_or(0),
         arch: read::text(&body, "/architecture").and_then(arch),
+        features: read::list(&body, "/guestOsFeatures")
+            .iter()
+            .filter_map(|feature| read::text(feature, "/type"))
+            .map(str::to_owned)
+            .collect(),
     })
 }
 

@@ -10,6 +10,7 @@ use peerpod_provider_rest::read;
 use serde_json::Value;
 
 use crate::Gcp;
+use crate::body::word;
 use crate::client::Call;
 use crate::facts::Facts;
 use crate::links::region_of;
@@ -53,6 +54,14 @@ pub(crate) async fn run(gcp: &Gcp) -> Result<Preflight, Error> {
              provider.gcp.confidential to none",
             gcp.config.instance_types.join(", "),
             confidential.map_or("any technology", |one| one.word())
+        ));
+    }
+    let feature = confidential.map(|one| format!("{}_CAPABLE", word(one)));
+    if let Some(feature) = feature.filter(|feature| !facts.image.can(feature)) {
+        found.warnings.push(format!(
+            "the image {} lacks the feature {feature}, so Google refuses its VMs; make it again with \
+             --guest-os-features={feature}",
+            facts.image.path
         ));
     }
     Ok(found)

@@ -34,6 +34,7 @@ const ROWS: &[Row] = &[
     Row::code("userRateLimitExceeded", Throttled),
     Row::code("RATE_LIMIT_EXCEEDED", Throttled),
     Row::code("CONCURRENT_OPERATIONS_QUOTA_EXCEEDED", Throttled),
+    Row::code("quotaExceeded", Throttled).with("oncurrent operations"),
     Row::code("RESOURCE_OPERATION_RATE_EXCEEDED", Throttled),
     Row::code("operationRateExceeded", Throttled),
     Row::code("ZONE_RESOURCE_POOL_EXHAUSTED", Capacity),

@@ -25,6 +25,13 @@ fn a_code_gives_the_class_and_the_text_gives_cause_and_remedy() {
     let resource = |path: &str| format!("The resource 'projects/p-1/{path}' was not found");
     let cases = [
         ("rateLimitExceeded", 403, "Rate Limit Exceeded".to_owned(), "throttled", "next minute"),
+        (
+            "quotaExceeded",
+            403,
+            "Quota exceeded for quota group 'concurrent operations'".to_owned(),
+            "throttled",
+            "next minute",
+        ),
         ("quotaExceeded", 403, "Quota 'CPUS' exceeded. Limit: 24.0".to_owned(), "quota", "higher quota"),
         (
             "invalid",
@@ -64,7 +71,7 @@ fn a_code_gives_the_class_and_the_text_gives_cause_and_remedy() {
 
 #[test]
 fn a_detail_is_more_telling_than_a_reason() {
-    let mut body = answer("quotaExceeded", "Quota exceeded for concurrent operations", 403);
+    let mut body = answer("quotaExceeded", "Quota exceeded", 403);
     body["error"]["details"] = json!([{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "CONCURRENT_OPERATIONS_QUOTA_EXCEEDED"}]);
     assert_eq!(refused(403, &body).class(), "throttled");
     body["error"]["details"] = json!([{"reason": "somethingElse"}, 7, {"reason": 8}]);

@@ -147,6 +147,32 @@ async fn a_create_that_google_does_not_decide_in_time_gives_its_id() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_google_does_not_show_yet_is_made() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    site.cloud.with(|gcp, _| gcp.hidden = Duration::from_secs(2));
+    site.cloud.set_lag(Duration::from_secs(2));
+    let made = provider.create(&wish, &key("hidden", 0)).await.unwrap();
+    assert!(!made.addresses.is_empty());
+    assert_eq!(site.machines(), [made.id.as_str()]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn too_many_creates_in_progress_are_a_throttle() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    site.cloud.with(|gcp, _| gcp.most_operations = Some(0));
+    let key = key("progress", 0);
+    let error = within(Duration::from_secs(1), provider.create(&wish, &key)).await.unwrap_err();
+    // The bucket waits for the next minute, longer than this caller.
+    says(&error, "transient", &["create of web-0", "instances.insert"]);
+    let place = provider.place(&request("web-1")).await.unwrap();
+    assert_eq!(place, wish.placement, "a throttle says nothing of the offering");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn odd_answers_are_errors_and_no_panics() {
     let site = Site::start().await;
     let bodies = [
@@ -215,6 +241,8 @@ async fn preflight_reports_settings_that_name_missing_objects() {
     }
     let found = site.provider(&[("confidential", "tdx")]).preflight().await.unwrap();
     assert!(found.warnings.iter().any(|one| one.contains("can be confidential by tdx")), "{found:?}");
+    let found = site.provider(&[("confidential", "sev_snp"), ("image", "plain")]).preflight().await.unwrap();
+    assert!(found.warnings.iter().any(|one| one.contains("lacks the feature SEV_SNP_CAPABLE")), "{found:?}");
     assert!(found.facts.iter().any(|fact| fact.contains("CPUS")), "{found:?}");
 }
 
