@@ -236,3 +236,77 @@ async fn a_late_refusal_leads_to_the_next_zone() {
     assert_eq!(node.site.cloud.count(Some("compute.instances.insert")), 2, "one attempt for each zone");
     node.stop(&pods).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_of_google_reaches_the_pods_error() {
+    let node =
+        Node::start(|settings| settings.set("provider.gcp.instance-types", "n2d-standard-2,e2-standard-4"))
+            .await;
+    let shim = node.daemons.shim().await.unwrap();
+    let early = [
+        ("forbidden", 403, "role.yaml"),
+        ("accessNotConfigured", 403, "gcloud services enable"),
+        ("invalid", 400, "correct the settings"),
+    ];
+    let late = [("UNSUPPORTED_OPERATION", "fit each other"), ("PERMISSIONS_ERROR", "role.yaml")];
+    let pods = node.pods(early.len() + late.len() + 4);
+    let told = async |number: usize, annotations: Annotations| {
+        let (id, netns) = &pods[number];
+        shim.create_vm(id, annotations, netns).await.unwrap();
+        let started = tokio::time::timeout(PATIENCE, shim.start_vm(id)).await;
+        started.unwrap_or_else(|_| panic!("{}", node.daemons.log_tails())).unwrap_err().to_string()
+    };
+    let plain = || Annotations::new("default", "refused").size("1", 512);
+    for (number, (code, status, remedy)) in early.into_iter().enumerate() {
+        node.site.cloud.fail("compute.instances.insert", Fault::refuse(status, code, "Because."), 1);
+        let error = told(number, plain()).await;
+        assert!(error.contains(code) && error.contains("Because") && error.contains(remedy), "{error}");
+    }
+    for (number, (code, remedy)) in (early.len()..).zip(late) {
+        node.site.cloud.fail("compute.instances.insert", Fault::refuse_late(code, "Because."), 1);
+        let error = told(number, plain()).await;
+        assert!(error.contains(code) && error.contains("Because") && error.contains(remedy), "{error}");
+    }
+    let number = early.len() + late.len();
+    let error = told(number, plain().machine_type("a3-highgpu-8g")).await;
+    assert!(error.contains("a3-highgpu-8g") && error.contains("not part of"), "{error}");
+    let error = told(number + 1, plain().size("96", 1 << 20)).await;
+    assert!(error.contains("vcpus (96)"), "{error}");
+    node.site.cloud.set_stock("*", "*", "*", 0);
+    let error = told(number + 2, plain().machine_type("n2d-standard-2")).await;
+    assert!(error.contains("ZONE_RESOURCE_POOL_EXHAUSTED"), "{error}");
+    // Google refuses no second pod: the provider remembers its quota.
+    node.site.cloud.heal();
+    node.site.cloud.with(|gcp, _| gcp.quota = Some(0));
+    let error = told(number + 3, plain().machine_type("e2-standard-4")).await;
+    for part in ["QUOTA_EXCEEDED", "ask for a higher quota"] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+    assert!(node.site.machines().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pods_wishes_are_in_its_vm_and_a_refused_one_is_named() {
+    let node = Node::start(|settings| settings).await;
+    let shim = node.daemons.shim().await.unwrap();
+    let wishes = [
+        ("io.peerpod/market", "on-demand"),
+        ("io.peerpod/zones", "europe-west4-b"),
+        ("io.peerpod/confidential", "sev-snp"),
+        ("io.peerpod/arch", "amd64"),
+    ];
+    let pods = node.pods(2);
+    let all =
+        wishes.iter().fold(Annotations::new("default", "had"), |all, (key, value)| all.raw(key, Some(value)));
+    shim.create_vm(&pods[0].0, all, &pods[0].1).await.unwrap();
+    let vm = node.all_located(&pods[..1]).await.remove(&pods[0].0).unwrap();
+    let vm = node.site.vm(&vm).unwrap();
+    assert!(vm["zone"].as_str().unwrap().ends_with("europe-west4-b"), "{vm}");
+    assert_eq!(vm["confidentialInstanceConfig"]["confidentialInstanceType"], "SEV_SNP");
+    assert_eq!(vm["scheduling"]["provisioningModel"], "STANDARD");
+    let annotations = Annotations::new("default", "no").raw("io.peerpod/arch", Some("arm64"));
+    shim.create_vm(&pods[1].0, annotations, &pods[1].1).await.unwrap();
+    let error = shim.start_vm(&pods[1].0).await.unwrap_err().to_string();
+    assert!(error.contains("aarch64 cannot be had from provider gcp, which has x86_64"), "{error}");
+    node.stop(&pods[..1]).await;
+}
