@@ -5,7 +5,7 @@ CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
-AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness
+AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness
 WITH := $(if $(CLOUDS),$(AWS))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
@@ -152,8 +152,9 @@ test-aws: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
 	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
 
-# The fakes of Azure and Google Cloud, and what their vendors' models and clients say of them. The same build again.
-CLOUD_TESTS := --test clouds
+# The fakes of Azure and Google Cloud, what their vendors' models and clients say of them, and the providers with the
+# fakes. The same build again.
+CLOUD_TESTS := --test clouds --test gcp
 test-clouds: setup
 	$(CARGO) build --locked --workspace $(AWS) --bins $(CLOUD_TESTS)
 	$(CARGO) test --locked --workspace $(AWS) $(CLOUD_TESTS)

@@ -23,6 +23,7 @@ fn make() -> Bench {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let site = runtime.block_on(Site::start());
     site.cloud.set_times(Duration::from_millis(30), Duration::from_millis(30));
+    site.cloud.set_latency(Duration::from_millis(2), Duration::from_millis(2));
     site.cloud.with(|gcp, _| gcp.delete_time = Duration::from_millis(50));
     let volume = site.disk(ZONES[0], "pvc-1");
     Bench { provider: site.provider(&[]), site, volume, _runtime: runtime }

@@ -14,6 +14,7 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
     let site = Site::start().await;
     site.cloud.set_times(Duration::from_millis(40), Duration::from_millis(20));
     site.cloud.set_lag(Duration::from_millis(200));
+    site.cloud.set_latency(Duration::from_millis(10), Duration::from_millis(10));
     let before = site.provider(&[]);
     before.preflight().await.unwrap();
     let after = site.provider(&[]);
