@@ -9,19 +9,22 @@ use std::time::Duration;
 use peerpod_provider_api::{Created, CreatedMany, Error, IdempotencyKey, Owner};
 use peerpod_provider_cloud::names;
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tokio::time::Instant;
 
 use crate::client::Call;
 use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{self, Vm};
+use crate::vms::{self, Vm, VmState};
 
 /// Longest time that a list may lack VMs that the operation counts.
 const UNSEEN: Duration = Duration::from_secs(10);
 
 /// State of an operation that makes many VMs.
+#[derive(Default)]
 struct Counted {
+    /// Whether it goes on.
+    is_open: bool,
     /// Number of VMs that it made, where it tells that.
     made: Option<usize>,
     /// Refusal of the others, with its status.
@@ -42,25 +45,20 @@ impl Launch<'_> {
         let counted = match sent {
             Ok(operation) => self.counted(&operation).await?,
             // Google has forgotten the id, but not the VMs.
-            Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => {
-                Counted { made: None, refused: None }
-            }
+            Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => Counted::default(),
             Err(failure) => return Err(self.refused(failure).await),
         };
         let seen = self.seen(counted.made, count).await?;
         self.conclude(&seen, counted, count)
     }
 
-    /// Waits for the end of the operation. A repeated call gets the same operation.
+    /// Waits for the end of the operation, or of the caller's time. A repeated call gets the same operation.
     async fn counted(&self, first: &Value) -> Result<Counted, Error> {
         let end = end_of_wait(self.until);
         let decided = decide(&self.gcp.batches, end, || self.look_at(first)).await;
         match decided.map_err(|failure| failure.error)? {
             Decision::Made(counted) => Ok(counted),
-            Decision::Refused(_) | Decision::Open => Err(Error::transient(format!(
-                "{}: Google has not decided on all VMs yet; the same call is repeated",
-                self.what()
-            ))),
+            Decision::Refused(_) | Decision::Open => Ok(Counted { is_open: true, ..Counted::default() }),
         }
     }
 
@@ -98,6 +96,13 @@ impl Launch<'_> {
     fn conclude(&self, seen: &[Vm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
         for vm in seen {
             self.check_marks(vm)?;
+        }
+        let is_decided = |vm: &Vm| vm.state != VmState::Provisioning;
+        if counted.is_open && seen.iter().filter(|vm| is_decided(vm)).count() < count as usize {
+            return Err(Error::transient(format!(
+                "{}: Google has not decided on all {count} VMs yet; the same call is repeated",
+                self.what()
+            )));
         }
         let lives = seen.iter().filter(|vm| vm.state.lives());
         let made: Vec<Created> = lives.map(|vm| self.created(&vm.id, Some(vm))).collect::<Result<_, _>>()?;
@@ -137,11 +142,8 @@ fn names_of(owner: &Owner, key: &IdempotencyKey, count: u32) -> Vec<String> {
     names
 }
 
-/// Reads an operation that has ended; `None`: it has not.
+/// Reads an operation that has ended, or has made all of its VMs; `None`: neither.
 fn counted(operation: &Value) -> Option<Counted> {
-    if !is_done(operation) {
-        return None;
-    }
     let zones = operation.pointer("/instancesBulkInsertOperationMetadata/perLocationStatus");
     let zones = zones.and_then(Value::as_object).filter(|zones| !zones.is_empty());
     let number = |zone: &Value, pointer| read::number(zone, pointer).and_then(|n| usize::try_from(n).ok());
@@ -150,7 +152,16 @@ fn counted(operation: &Value) -> Option<Counted> {
         let deleted = number(zone, "/deletedVmCount").unwrap_or(0);
         number(zone, "/createdVmCount").unwrap_or(0).saturating_sub(deleted)
     };
+    let is_complete = |zones: &Map<String, Value>| {
+        zones
+            .values()
+            .all(|zone| number(zone, "/targetVmCount").is_some_and(|target| target == of_zone(zone)))
+    };
+    if !is_done(operation) && !zones.is_some_and(is_complete) {
+        return None;
+    }
     Some(Counted {
+        is_open: false,
         made: zones.map(|zones| zones.values().map(of_zone).fold(0, usize::saturating_add)),
         refused: said_of_operation(operation)
             .filter(|said| !is_of_an_earlier(said))
@@ -181,6 +192,13 @@ mod tests {
     fn an_operation_counts_its_vms_when_it_has_ended() {
         assert!(counted(&json!({"status": "RUNNING"})).is_none());
         let done = |status: &Value| json!({"status": "DONE", "instancesBulkInsertOperationMetadata": {"perLocationStatus": {"zones/z-1-a": status}}});
+        let all = json!({"zones/z-1-a": {"createdVmCount": 3, "targetVmCount": 3}});
+        let running = |zones: &Value| json!({"status": "RUNNING", "instancesBulkInsertOperationMetadata": {"perLocationStatus": zones}});
+        assert_eq!(counted(&running(&all)).unwrap().made, Some(3), "all are there before the end");
+        assert!(
+            counted(&running(&json!({"zones/z-1-a": {"createdVmCount": 2, "targetVmCount": 3}}))).is_none()
+        );
+        assert!(counted(&running(&json!({}))).is_none());
         let some = counted(&done(&json!({"createdVmCount": 3, "targetVmCount": 5}))).unwrap();
         assert!(some.made == Some(3) && some.refused.is_none());
         let back = json!({"createdVmCount": 3, "deletedVmCount": 3, "status": "DONE"});

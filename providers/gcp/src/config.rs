@@ -167,6 +167,13 @@ impl GcpConfig {
     }
 }
 
+impl GcpConfig {
+    /// Returns the region of the zones; `None` without zones.
+    pub(crate) fn region(&self) -> Option<&str> {
+        self.zones.first().map(|zone| links::region_of(zone))
+    }
+}
+
 fn project(section: &mut Reader) -> String {
     let project: String =
         section.required("project-id", "id of the project of the VMs, like my-project-1").unwrap_or_default();

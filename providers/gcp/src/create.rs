@@ -23,7 +23,7 @@ use crate::facts::ImageFacts;
 use crate::links::VmId;
 use crate::provider::Connected;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{Vm, VmState};
+use crate::vms::{Vm, VmState, is_missing};
 
 /// Time after a call for which Google may not show a VM whose operation has ended.
 const UNSEEN: Duration = Duration::from_secs(10);
@@ -136,7 +136,12 @@ impl Launch<'_> {
             return Ok(gone_after(since));
         };
         let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
-        let latest = self.connected.compute.operation(call, &vm.zone, name).await?;
+        let latest = match self.connected.compute.operation(call, &vm.zone, name).await {
+            Ok(latest) => latest,
+            // Google forgets operations after some days.
+            Err(failure) if is_missing(&failure) => return Ok(gone_after(since)),
+            Err(failure) => return Err(failure),
+        };
         Ok(match said_of_operation(&latest) {
             _ if !is_done(&latest) => Decision::Open,
             Some(said) if !is_of_an_earlier(&said) => Decision::Refused(said),

@@ -164,7 +164,7 @@ async fn network(compute: &Compute, config: &GcpConfig, nic: &Nic) -> Result<Str
     let what = format!("look at the network {}", links::last(path));
     let body = compute.get(Call::new("networks.get", OWNER, &what), path, &[]).await?;
     if read::flag(&body, "/autoCreateSubnetworks") == Some(false) {
-        let region = config.zones.first().map_or("the region", |zone| links::region_of(zone));
+        let region = config.region().unwrap_or("the region");
         return Err(Error::invalid(format!(
             "{what}: it does not make its own subnetworks; set provider.gcp.subnetwork to one in {region}"
         )));

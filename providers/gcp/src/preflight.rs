@@ -13,7 +13,6 @@ use crate::Gcp;
 use crate::body::word;
 use crate::client::Call;
 use crate::facts::Facts;
-use crate::links::region_of;
 use crate::vms;
 
 /// Quotas of a region that a VM needs.
@@ -26,7 +25,7 @@ pub(crate) async fn run(gcp: &Gcp) -> Result<Preflight, Error> {
     // Without a token all calls would fail for one reason.
     compute.rest.log_in().await.map_err(|error| error.during("log in to Google Cloud"))?;
     let facts = gcp.facts(true).await;
-    let listed = vms::all_of(compute, &gcp.owner, until()).await;
+    let listed = vms::all_of(compute, &gcp.owner, gcp.config.region(), until()).await;
     let quotas = quotas(gcp).await;
     let errors = [facts.as_ref().err(), listed.as_ref().err(), quotas.as_ref().err()];
     let errors: Vec<Error> = errors.into_iter().flatten().cloned().collect();
@@ -84,7 +83,7 @@ fn said(gcp: &Gcp, facts: &Facts) -> Vec<String> {
 /// Returns name, usage and limit of the quotas that matter.
 async fn quotas(gcp: &Gcp) -> Result<Vec<(String, u64, u64)>, Error> {
     let compute = &gcp.connected()?.compute;
-    let Some(region) = gcp.config.zones.first().map(|zone| region_of(zone)) else { return Ok(Vec::new()) };
+    let Some(region) = gcp.config.region() else { return Ok(Vec::new()) };
     let what = format!("look at the region {region}");
     let path = compute.own(&format!("regions/{region}"));
     let body = compute.get(Call::new("regions.get", "facts", &what), &path, &[]).await?;

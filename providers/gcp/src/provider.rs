@@ -276,8 +276,9 @@ impl Provider for GcpProvider {
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let gcp = &self.0;
-        let (seen, now) =
-            (vms::all_of(&gcp.connected()?.compute, &gcp.owner, until()).await?, Instant::now());
+        let compute = &gcp.connected()?.compute;
+        let seen = vms::all_of(compute, &gcp.owner, gcp.config.region(), until()).await?;
+        let now = Instant::now();
         let owned = |vm: &Vm| vm.owned(gcp.config.use_public_ip, gcp.deleted.has(&vm.id, now));
         let mut owned: Vec<Owned> = seen.iter().filter_map(owned).collect();
         owned.extend(gcp.recent.missing_from(&owned, now));

@@ -229,8 +229,14 @@ pub(crate) async fn by_key(
     Ok(found)
 }
 
-/// Returns every VM of this owner in all zones, also in those that the settings do not name any more.
-pub(crate) async fn all_of(compute: &Compute, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
+/// Returns every VM of this owner in all zones, also in those that the settings do not name any more. All are in the
+/// region of the settings, if these name one.
+pub(crate) async fn all_of(
+    compute: &Compute,
+    owner: &Owner,
+    region: Option<&str>,
+    until: Instant,
+) -> Result<Vec<Vm>, Error> {
     let what = "list our VMs";
     let mut found = Vec::new();
     let call = Call::new("instances.aggregatedList", "list", what).until(until);
@@ -238,7 +244,7 @@ pub(crate) async fn all_of(compute: &Compute, owner: &Owner, until: Instant) -> 
     let path = compute.own("aggregated/instances");
     compute
         .pages(call, &path, &[("filter", &filter)], |page| {
-            whole(page)?;
+            whole(page, region)?;
             let zones = page.get("items").and_then(Value::as_object).into_iter().flatten();
             for (_, zone) in zones {
                 found.extend(read::list(zone, "/instances").iter().filter_map(Vm::of));
@@ -250,13 +256,14 @@ pub(crate) async fn all_of(compute: &Compute, owner: &Owner, until: Instant) -> 
     Ok(found)
 }
 
-/// Refuses a page without the VMs of a zone that does not answer.
-fn whole(page: &Value) -> Result<(), Error> {
+/// Refuses a page without the VMs of a zone that does not answer. An outage of another region is no matter of ours.
+fn whole(page: &Value, region: Option<&str>) -> Result<(), Error> {
     let zones = page.get("items").and_then(Value::as_object).into_iter().flatten();
     let silent = zones.filter(|(_, zone)| read::text(zone, "/warning/code") == Some("UNREACHABLE"));
     let mut silent: Vec<&str> = silent.map(|(name, _)| links::last(name)).collect();
     silent.extend(read::list(page, "/unreachables").iter().filter_map(Value::as_str).map(links::last));
-    match silent.first() {
+    let is_ours = |zone: &&&str| region.is_none_or(|region| links::region_of(zone) == region);
+    match silent.iter().find(is_ours) {
         Some(zone) => {
             Err(Error::transient(format!("the zone {zone:.63} does not answer; it is tried again")))
         }
@@ -322,13 +329,16 @@ mod tests {
 
     #[test]
     fn a_list_without_a_zone_is_an_error() {
-        whole(&json!({"items": {"zones/a-1-a": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}})).unwrap();
+        whole(&json!({"items": {"zones/a-1-a": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}}), None).unwrap();
         for part in [
             json!({"items": {"zones/a-1-a": {"warning": {"code": "UNREACHABLE"}}}}),
             json!({"unreachables": ["projects/p/zones/a-1-a"]}),
         ] {
-            let error = whole(&part).unwrap_err();
-            assert!(error.class() == "transient" && error.to_string().contains("a-1-a"), "{error}");
+            for region in [None, Some("a-1")] {
+                let error = whole(&part, region).unwrap_err();
+                assert!(error.class() == "transient" && error.to_string().contains("a-1-a"), "{error}");
+            }
+            whole(&part, Some("b-1")).unwrap();
         }
     }
 }

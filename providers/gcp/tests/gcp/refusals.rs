@@ -223,6 +223,22 @@ async fn a_batch_without_capacity_for_all_says_so_and_a_repeated_call_makes_no_m
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_batch_that_google_does_not_decide_in_time_is_repeated() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let batch = provider.extensions().batch.unwrap();
+    let wish = placed(&*provider, &request("batch")).await.unwrap();
+    site.cloud.set_times(Duration::from_secs(600), Duration::ZERO);
+    let (key, count) = (key("slow", 0), 3.try_into().unwrap());
+    let error = within(Duration::from_secs(2), batch.create_many(&wish, count, &key)).await.unwrap_err();
+    says(&error, "transient", &["create of batch", "not decided on all 3 VMs", "repeated"]);
+    site.cloud.advance(Duration::from_secs(600));
+    let made = batch.create_many(&wish, count, &key).await.unwrap();
+    assert!(made.made.len() == 3 && made.rest.is_none(), "{made:?}");
+    assert_eq!(site.machines().len(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn preflight_reports_settings_that_name_missing_objects() {
     let site = Site::start().await;
     type Settings = [(&'static str, &'static str)];
@@ -253,6 +269,11 @@ async fn a_list_without_a_zone_is_an_error() {
     site.cloud.with(|gcp, _| gcp.unreachable.insert(ZONES[1].to_owned()));
     let error = provider.list_owned().await.unwrap_err();
     says(&error, "transient", &[ZONES[1], "does not answer"]);
+    // The outage of another region is no matter of ours.
+    site.cloud.with(|gcp, _| gcp.unreachable = [String::from("asia-east1-a")].into());
+    provider.list_owned().await.unwrap();
+    let error = site.collector().list_owned().await.unwrap_err();
+    says(&error, "transient", &["asia-east1-a"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
