@@ -32,5 +32,5 @@ pub use http::{Http, HttpSettings, NoAnswer};
 pub use operation::{Decision, decide, end_of_wait};
 pub use page::Next;
 pub use request::{Answer, Request};
-pub use reqwest::{Method, Url};
+pub use reqwest::{Method, Url, header};
 pub use token::{Source, Token, Tokens};
