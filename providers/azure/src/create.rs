@@ -9,7 +9,7 @@ use std::time::Duration;
 use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
-use peerpod_provider_cloud::{Offering, Wait, names};
+use peerpod_provider_cloud::{MachineType, Offering, Wait, names};
 use peerpod_provider_rest::header::IF_NONE_MATCH;
 use peerpod_provider_rest::{Decision, Failure, Method, Request, Said, decide, end_of_wait, read};
 use serde_json::Value;
@@ -19,6 +19,7 @@ use crate::Azure;
 use crate::body::Body;
 use crate::client::{Arm, COMPUTE, call};
 use crate::config::ALPHABET;
+use crate::facts::Facts;
 use crate::ids::ResourceId;
 use crate::image::ImageFacts;
 use crate::refusal::{REFUSALS, standing};
@@ -36,6 +37,7 @@ pub(crate) struct Launch<'l> {
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
+    pub facts: &'l Facts,
     pub image: &'l ImageFacts,
     pub until: Instant,
 }
@@ -196,24 +198,42 @@ impl Launch<'_> {
         }
     }
 
-    /// Marks the offering. Returns a lack of capacity while another offering is left; a quota of one family says nothing
-    /// about the others.
+    /// Marks the offering. Returns a lack of capacity while another offering is left: the quota of one family or market
+    /// says nothing about the others.
     fn exhausted(&self, code: &str, message: &str, meaning: Meaning, text: String) -> Error {
         let planner = &self.azure.planner;
         let is_spot = self.offering.market == Market::Spot;
         let remedy = REFUSALS.remedy("VirtualMachines_CreateOrUpdate", code, message, 409);
-        planner.exhausted_for(self.offering, &format!("{code}: {remedy}"), standing(code, meaning, is_spot));
-        if meaning == Meaning::Quota && message.contains("LowPriorityCores") {
-            planner.exhausted_for(Scope::Market(Market::Spot), code, standing(code, meaning, is_spot));
+        let (why, time) = (format!("{code}: {remedy}"), standing(code, meaning, is_spot));
+        for scope in self.scopes(message, meaning) {
+            planner.exhausted_for(scope, &why, time);
         }
-        let has_another = self.azure.planned(self.request).is_ok();
-        if meaning == Meaning::Quota && !has_another {
+        if meaning == Meaning::Quota && self.azure.planned(self.request).is_err() {
             return Error::Quota { text };
         }
         match planner.capacity_error(&self.request.name, &[(self.offering.clone(), code.to_owned())]) {
             Error::Capacity { offering, rejected, .. } => Error::Capacity { offering, rejected, text },
             other => other,
         }
+    }
+
+    /// Returns the offerings that a refusal concerns. Quotas are those of the region.
+    fn scopes(&self, message: &str, meaning: Meaning) -> Vec<Scope> {
+        let (machine, market) = (&self.offering.machine, self.offering.market);
+        if meaning != Meaning::Quota {
+            return vec![self.offering.into()];
+        }
+        if message.contains("LowPriorityCores") || message.contains("Total Regional Cores") {
+            return vec![Scope::Market(market)];
+        }
+        let families = &self.facts.families;
+        let is_same = |one: &&MachineType| families.get(&one.name) == families.get(machine);
+        let catalogue = &self.facts.catalogue;
+        let types = catalogue.types.iter().filter(is_same);
+        let everywhere = types.flat_map(|one| {
+            catalogue.places.iter().map(|place| Scope::Offering(market, one.name.clone(), place.zone.clone()))
+        });
+        everywhere.collect()
     }
 
     fn what(&self) -> String {

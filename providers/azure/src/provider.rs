@@ -231,7 +231,16 @@ impl Azure {
         };
         let image = self.image(request, &facts).await?;
         self.suits(request, offering, &image)?;
-        let launch = Launch { azure: self, arm: self.arm()?, request, key, offering, image: &image, until };
+        let launch = Launch {
+            azure: self,
+            arm: self.arm()?,
+            request,
+            key,
+            offering,
+            facts: &facts,
+            image: &image,
+            until,
+        };
         launch.go().await
     }
 

@@ -22,8 +22,9 @@ const SPREAD: f64 = 0.05;
 const MARGIN: Duration = Duration::from_secs(30);
 /// Time after a failed renewal during which the old token is used without another one.
 const AFTER_FAILURE: Duration = Duration::from_secs(10);
-/// Age below which a refused token is not renewed: a newer one would be refused, too.
-const YOUNG: Duration = Duration::from_secs(10);
+/// Time after the renewal of a refused token during which no refused token is renewed: a newer one would be refused,
+/// too.
+const RENEWED: Duration = Duration::from_secs(10);
 
 /// Access token, as its source issued it.
 #[derive(Debug, Clone)]
@@ -56,14 +57,13 @@ impl Source for Box<dyn Source> {
 pub struct Tokens {
     source: Box<dyn Source>,
     kept: Lock<Option<Kept>>,
-    /// Held across a fetch.
-    fetching: Mutex<()>,
+    /// Held across a fetch. The time of the last renewal of a refused token.
+    fetching: Mutex<Option<Instant>>,
 }
 
 #[derive(Clone)]
 struct Kept {
     secret: Secret,
-    made: Instant,
     renew: Instant,
     ends: Instant,
 }
@@ -106,19 +106,23 @@ impl Tokens {
         }
     }
 
-    /// Returns a token other than `refused`, which the cloud did not accept; `None`: that one is so new that another
-    /// one would not help.
+    /// Returns a token other than `refused`, which the cloud did not accept; `None`: another one was renewed for this
+    /// reason a moment ago, so a newer one would not help.
     ///
     /// # Errors
     /// The error of the source.
     pub async fn renew(&self, http: &Http, refused: &Secret) -> Result<Option<Secret>, Error> {
-        let _alone = self.fetching.lock().await;
+        let mut renewed = self.fetching.lock().await;
         let kept = self.kept.lock().clone();
-        match kept {
-            Some(kept) if kept.secret.expose() != refused.expose() => Ok(Some(kept.secret)),
-            Some(kept) if Instant::now().saturating_duration_since(kept.made) < YOUNG => Ok(None),
-            _ => self.fetch(http).await.map(Some),
+        if let Some(kept) = kept.filter(|kept| kept.secret.expose() != refused.expose()) {
+            return Ok(Some(kept.secret));
         }
+        let now = Instant::now();
+        if renewed.is_some_and(|at| now.saturating_duration_since(at) < RENEWED) {
+            return Ok(None);
+        }
+        *renewed = Some(now);
+        self.fetch(http).await.map(Some)
     }
 
     async fn fetch(&self, http: &Http) -> Result<Secret, Error> {
@@ -126,7 +130,6 @@ impl Tokens {
         let Token { secret, life } = self.source.fetch(http).await?;
         let kept = Kept {
             secret: secret.clone(),
-            made,
             renew: made + life.mul_f64(RENEW - SPREAD * chance()),
             ends: made + life.saturating_sub(MARGIN.min(life / 10)),
         };

@@ -1,0 +1,8 @@
+//! Tests the Azure provider against a fake of Azure. Nothing here runs against Azure itself.
+
+#![allow(clippy::unwrap_used)] // test code outside of test functions
+
+mod common;
+mod conformance;
+mod drops;
+mod refusals;
