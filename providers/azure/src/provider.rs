@@ -31,8 +31,8 @@ use crate::{body, console, remove, volumes};
 
 /// User-data limit before base64; Azure takes 64 KiB of base64.
 const MAX_USER_DATA: usize = 48 << 10;
-/// Pauses between two looks: the first one, then the others.
-pub(crate) static LOOKS: Wait = Wait::new(Duration::from_millis(500), Duration::from_secs(1));
+/// Pauses between two looks: the first one, then the others. Azure accepts few looks at one VM (`create.rs`).
+pub(crate) static LOOKS: Wait = Wait::new(Duration::from_millis(500), Duration::from_secs(2));
 /// Most images beside the configured one whose facts are kept.
 const MOST_IMAGES: usize = 64;
 

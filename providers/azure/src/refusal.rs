@@ -133,10 +133,16 @@ fn said(answer: &Answer) -> Said {
     Said { code: text("/error/code"), message: text("/error/message") }
 }
 
-/// Reads the smallest of the limits that Compute reports as left.
+/// Reads the smallest of the subscription's limits that Compute reports as left. Limits of one VM are no limits of calls
+/// for other VMs.
 fn left(answer: &Answer) -> Option<u32> {
-    let limits = answer.header("x-ms-ratelimit-remaining-resource")?;
-    limits.split(',').filter_map(|limit| limit.rsplit_once(';')?.1.trim().parse().ok()).min()
+    smallest(answer.header("x-ms-ratelimit-remaining-resource")?)
+}
+
+fn smallest(limits: &str) -> Option<u32> {
+    let each = limits.split(',').filter_map(|limit| limit.trim().rsplit_once(';'));
+    let shared = each.filter(|(name, _)| !name.rsplit('/').next().unwrap_or_default().contains("Resource"));
+    shared.filter_map(|(_, left)| left.trim().parse().ok()).min()
 }
 
 #[cfg(test)]
@@ -201,5 +207,20 @@ mod tests {
         let body = json!({"error": {"code": "Conflict", "message": "busy"}});
         assert_eq!(said(&Answer::of(409, &body)), Said { code: "Conflict".into(), message: "busy".into() });
         assert_eq!(left(&Answer::of(200, &json!({}))), None);
+    }
+
+    #[test]
+    fn the_limits_of_one_vm_do_not_count_for_others() {
+        let limits =
+            "Microsoft.Compute/PutVMSubscriptionMaximum;1499, Microsoft.Compute/PutVMResource.pp-a;11";
+        assert_eq!(smallest(limits), Some(1499));
+        assert_eq!(
+            smallest("Microsoft.Compute/HighCostGet3Min;46,Microsoft.Compute/HighCostGet30Min;237"),
+            Some(46)
+        );
+        assert_eq!(
+            (smallest("Microsoft.Compute/GetVMResource;3"), smallest("odd"), smallest("a;b")),
+            (None, None, None)
+        );
     }
 }

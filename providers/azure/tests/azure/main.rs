@@ -4,5 +4,10 @@
 
 mod common;
 mod conformance;
+mod credentials;
 mod drops;
+mod policy;
 mod refusals;
+mod requests;
+#[cfg(feature = "witness")]
+mod witness;
