@@ -11,6 +11,7 @@ type Convert = fn(&BTreeMap<String, String>) -> Converted;
 /// `CLOUD_PROVIDER` values, each with its converter.
 const TABLE: &[(&str, Convert)] = &[
     ("aws", peerpod_provider_aws::caa::convert),
+    ("azure", peerpod_provider_azure::caa::convert),
     ("gcp", peerpod_provider_gcp::caa::convert),
     ("libvirt", peerpod_provider_libvirt::caa::convert),
 ];

@@ -48,7 +48,14 @@ type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
 /// Opener for providers that open without waiting: all but `external`.
-#[cfg(any(feature = "aws", feature = "fake", feature = "gcp", feature = "libvirt", feature = "local"))]
+#[cfg(any(
+    feature = "aws",
+    feature = "azure",
+    feature = "fake",
+    feature = "gcp",
+    feature = "libvirt",
+    feature = "local"
+))]
 fn at_once(open: impl FnOnce(Owner) -> Opened + Send + 'static) -> Opener {
     Box::new(|owner| Box::pin(async { open(owner) }))
 }
@@ -72,6 +79,16 @@ const TABLE: &[Row] = &[
             let creates = context.purpose == Purpose::Create;
             let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
             at_once(|owner| Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, owner))))
+        },
+    },
+    #[cfg(feature = "azure")]
+    Row {
+        kind: "azure",
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_azure::{AzureConfig, AzureProvider};
+            let config = AzureConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(AzureProvider::new(config, owner)?)))
         },
     },
     #[cfg(feature = "gcp")]
