@@ -6,6 +6,7 @@ mod common;
 mod conformance;
 mod credentials;
 mod drops;
+mod node;
 mod policy;
 mod refusals;
 mod requests;

@@ -3,6 +3,7 @@
 #![allow(unreachable_pub, clippy::unwrap_used)] // a module of tests
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_base::config::{Reader, Sources};
 use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner, Provider, Size};
@@ -10,6 +11,8 @@ use peerpod_provider_azure::{AzureConfig, AzureProvider};
 use peerpod_test_clouds::azure::{CLIENT, GROUP, REGION, SECRET, SUBSCRIPTION, TENANT};
 use peerpod_test_clouds::{Azure, Cloud};
 
+/// Longest wait of a test for any condition.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Type of the tests' VMs.
 pub const TYPE: &str = "Standard_D2s_v5";
 

@@ -1,0 +1,299 @@
+//! Runs the real peerpod-node with this provider, against the fake. The tests simulate shims, but no guests: no pod gets
+//! ready, but each gets its VM, its addresses, and its deletion.
+//!
+//! With `PEERPOD_TEST_LONG` there are 200 pods and 100 kills.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures_util::{StreamExt, stream};
+use peerpod_client::{Annotations, Error, ShimClient};
+use peerpod_test_clouds::{Azure, Cloud, Fault};
+use peerpod_tests::{Dice, fresh_id, report, stop_in_time};
+use peerpod_world::{Daemons, Settings, World, eventually, many};
+
+use super::common::{PATIENCE, Site, name};
+
+/// Concurrent calls of StopVM.
+const AT_ONCE: usize = 32;
+
+/// Node that uses this fake.
+struct Node {
+    daemons: Daemons,
+    site: Site,
+    world: World,
+}
+
+impl Node {
+    async fn start(more: impl FnOnce(Settings) -> Settings) -> Node {
+        let world = World::bare().unwrap();
+        // The fake listens in the node's network namespace, where the node can reach it.
+        let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
+        let site = Site { cloud: Cloud::start_on(listener, Azure::default()).await.unwrap() };
+        site.cloud.set_times(Duration::from_millis(300), Duration::from_millis(200));
+        let mut settings = Settings::none()
+            .set("provider.kind", "azure")
+            .set("node.relay-addresses", vec!["192.0.2.1:15151"])
+            .set("node.boot-timeout", "20m")
+            .set("node.ticket-ttl", "30m")
+            .set("log.level", "info");
+        for (key, value) in site.settings() {
+            settings = settings.set(&format!("provider.azure.{key}"), value);
+        }
+        let mut daemons = Daemons::prepare(&world, more(settings)).unwrap();
+        daemons.start_relay().unwrap();
+        daemons.start_node().unwrap();
+        daemons.ready().await.unwrap();
+        let node = Node { daemons, site, world };
+        node.settled().await;
+        node
+    }
+
+    /// Waits for the end of preflight, so that later calls are those of pods.
+    async fn settled(&self) {
+        self.until("preflight is over", || async {
+            let metrics = self.daemons.metrics("node").ok()?;
+            let done = |line: &str| {
+                line.starts_with("peerpod_provider_calls_total")
+                    && line.contains("preflight")
+                    && line.contains("\"ok\"")
+            };
+            metrics.lines().any(done).then_some(())
+        })
+        .await;
+    }
+
+    async fn until<T, F: Future<Output = Option<T>>>(&self, what: &str, probe: impl Fn() -> F) -> T {
+        let found = eventually(what, PATIENCE * 5, async || {
+            let found = probe().await;
+            if found.is_none() {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            found
+        });
+        found.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()))
+    }
+
+    fn pods(&self, count: usize) -> Vec<(String, PathBuf)> {
+        (0..count).map(|number| (fresh_id("azure"), many::attach(&self.world, number).unwrap())).collect()
+    }
+
+    /// Calls CreateVM for all pods at once, each on a connection of its own, as shims do.
+    fn create(&self, pods: &[(String, PathBuf)]) -> Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>> {
+        let create = |(id, netns): &(String, PathBuf)| {
+            let (id, netns, socket) = (id.clone(), netns.clone(), self.daemons.hypervisor_socket());
+            tokio::spawn(async move {
+                let shim = ShimClient::connect(&socket).await?;
+                shim.create_vm(&id, Annotations::new("default", &id).size("1", 512), &netns).await
+            })
+        };
+        pods.iter().map(create).collect()
+    }
+
+    async fn answered(&self, calls: Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>>) {
+        for call in calls {
+            let answered = tokio::time::timeout(PATIENCE, call).await;
+            answered.unwrap_or_else(|_| panic!("{}", self.daemons.log_tails())).unwrap().unwrap();
+        }
+    }
+
+    /// Returns sandbox → VM, for the sandboxes that have a VM with an address.
+    fn located(&self) -> BTreeMap<String, String> {
+        let entries = self.daemons.ledger().unwrap().into_iter();
+        let of = |record: &serde_json::Value| {
+            record["addresses"].as_array().filter(|addresses| !addresses.is_empty())?;
+            let phase = record["phase"].as_object()?;
+            phase
+                .get("vm")
+                .or_else(|| phase.values().find_map(|inner| inner.get("vm")))?
+                .as_str()
+                .map(str::to_owned)
+        };
+        entries.filter_map(|entry| Some((entry.id.clone(), of(&entry.record)?))).collect()
+    }
+
+    /// Waits until all pods have a VM with an address; returns these VMs.
+    async fn all_located(&self, pods: &[(String, PathBuf)]) -> BTreeMap<String, String> {
+        self.until("every pod has a VM and its address", || async {
+            let located = self.located();
+            pods.iter().map(|(id, _)| Some((id.clone(), located.get(id)?.clone()))).collect()
+        })
+        .await
+    }
+
+    /// Calls StopVM for all pods, many at once, and waits until the cloud has none of their VMs.
+    async fn stop(&self, pods: &[(String, PathBuf)]) {
+        let shim = self.daemons.shim().await.unwrap();
+        let stop = async |id| stop_in_time(&shim, id).await.unwrap();
+        stream::iter(pods).for_each_concurrent(AT_ONCE, |(id, _)| stop(id)).await;
+        self.until("no VM is left", || async { self.site.machines().is_empty().then_some(()) }).await;
+        for (id, _) in pods {
+            self.daemons.gone(id, PATIENCE).await.unwrap();
+        }
+    }
+
+    fn witnessed(&self) -> BTreeSet<String> {
+        self.site.machines().into_iter().collect()
+    }
+}
+
+/// Creates 50 pods at once behind Azure's limits, waits until each has a VM with an address, and stops them all.
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_pods_at_once_have_one_vm_each_and_few_calls() {
+    let count = if peerpod_tests::long() { 200 } else { 50 };
+    let node = Node::start(|settings| settings).await;
+    let pods = node.pods(count);
+    node.site.cloud.set_rates(1.0);
+    node.site.cloud.forget_calls();
+    node.answered(node.create(&pods)).await;
+    let vms = node.all_located(&pods).await;
+    let each: BTreeSet<String> = vms.values().map(|id| name(id).to_owned()).collect();
+    assert_eq!(
+        (each.len(), node.witnessed()),
+        (count, each),
+        "each has its own\n{}",
+        node.daemons.log_tails()
+    );
+    let ledger = node.daemons.ledger().unwrap();
+    let failures = ledger.iter().filter(|entry| !entry.record["cause"].is_null()).count();
+    assert_eq!(failures, 0);
+    let calls = node.site.cloud.calls();
+    let mut by_action: BTreeMap<&str, usize> = BTreeMap::new();
+    for call in &calls {
+        *by_action.entry(&call.action).or_default() += 1;
+    }
+    println!("{count} pods: {} calls: {by_action:?}", calls.len());
+    let per_pod = calls.len() as f64 / count as f64;
+    report(&format!("azure_calls_per_pod_{count}"), per_pod);
+    // A PUT, some looks until Azure has decided, and a share of the lists.
+    assert_eq!(by_action.get("VirtualMachines_CreateOrUpdate"), Some(&count));
+    assert!(per_pod <= 6.0 && calls.iter().all(|call| !call.throttled), "{per_pod} calls per pod");
+    node.stop(&pods).await;
+    assert_eq!(node.site.parts(), (0, 0, 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_killed_while_azure_answers_has_one_vm_for_each_pod_afterwards() {
+    let rounds = if peerpod_tests::long() { 100 } else { 6 };
+    let mut node = Node::start(|settings| settings).await;
+    node.site.cloud.set_lag(Duration::from_millis(300));
+    let mut dice = Dice(0x5eed_1234_abcd_0002);
+    let netns: Vec<PathBuf> = node.pods(4).into_iter().map(|(_, netns)| netns).collect();
+    for round in 0..rounds {
+        let count = 1 + usize::try_from(dice.roll(4)).unwrap();
+        let pods: Vec<(String, PathBuf)> =
+            netns.iter().take(count).map(|netns| (fresh_id("killed"), netns.clone())).collect();
+        let in_between = round % 2 == 0;
+        let late = Fault::Late(Duration::from_secs(5));
+        if in_between {
+            node.site.cloud.fail("VirtualMachines_CreateOrUpdate", late, 1);
+        }
+        // The relay keeps the calls that the killed node has not answered.
+        let calls = node.create(&pods);
+        if in_between {
+            // Azure has executed the call, but has not answered it.
+            node.until("Azure is late", || async { (node.site.cloud.late() > 0).then_some(()) }).await;
+        }
+        tokio::time::sleep(Duration::from_millis(dice.roll(400))).await;
+        node.daemons.kill_node().unwrap();
+        node.daemons.start_node().unwrap();
+        node.answered(calls).await;
+        let vms: BTreeSet<String> =
+            node.all_located(&pods).await.into_values().map(|id| name(&id).to_owned()).collect();
+        assert_eq!((vms.len(), &node.witnessed()), (count, &vms), "round {round}: one each, and no others");
+        node.stop(&pods).await;
+        node.until("no answer is late any more", || async { (node.site.cloud.late() == 0).then_some(()) })
+            .await;
+        node.site.cloud.heal();
+        node.site.cloud.set_lag(Duration::from_millis(300));
+        node.site.cloud.set_times(Duration::from_millis(300), Duration::from_millis(200));
+    }
+    println!("{rounds} kills");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_refusal_leads_to_the_next_zone() {
+    let node = Node::start(|settings| settings.set("provider.azure.market", "on-demand")).await;
+    let late = Fault::refuse_late("ZonalAllocationFailed", "We do not have sufficient capacity.");
+    node.site.cloud.fail("VirtualMachines_CreateOrUpdate", late, 1);
+    let pods = node.pods(1);
+    node.answered(node.create(&pods)).await;
+    node.all_located(&pods).await;
+    assert_eq!(node.site.cloud.count(Some("VirtualMachines_CreateOrUpdate")), 2, "one attempt for each zone");
+    assert_eq!(node.site.parts(), (1, 1, 1));
+    node.stop(&pods).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_of_azure_reaches_the_pods_error() {
+    let node = Node::start(|settings| {
+        settings.set("provider.azure.instance-types", "Standard_D2s_v5,Standard_D4s_v5")
+    })
+    .await;
+    let shim = node.daemons.shim().await.unwrap();
+    let refusals = [
+        ("AuthorizationFailed", 403, "providers/azure/role.json"),
+        ("InvalidResourceReference", 400, "subnet-id"),
+        ("PlatformImageNotFound", 404, "image-id"),
+        ("RequestDisallowedByPolicy", 403, "policy"),
+        ("InvalidParameter", 400, "correct the settings"),
+    ];
+    let pods = node.pods(refusals.len() + 4);
+    let told = async |number: usize, annotations: Annotations| {
+        let (id, netns) = &pods[number];
+        shim.create_vm(id, annotations, netns).await.unwrap();
+        let started = tokio::time::timeout(PATIENCE, shim.start_vm(id)).await;
+        started.unwrap_or_else(|_| panic!("{}", node.daemons.log_tails())).unwrap_err().to_string()
+    };
+    let plain = || Annotations::new("default", "refused").size("1", 512);
+    for (number, (code, status, remedy)) in refusals.into_iter().enumerate() {
+        node.site.cloud.fail("VirtualMachines_CreateOrUpdate", Fault::refuse(status, code, "Because."), 1);
+        let error = told(number, plain()).await;
+        assert!(error.contains(code) && error.contains("Because") && error.contains(remedy), "{error}");
+    }
+    let number = refusals.len();
+    let error = told(number, plain().machine_type("Standard_M416ms_v2")).await;
+    assert!(error.contains("Standard_M416ms_v2") && error.contains("not part of"), "{error}");
+    let error = told(number + 1, plain().size("96", 1 << 20)).await;
+    assert!(error.contains("vcpus (96)"), "{error}");
+    node.site.cloud.set_stock("*", "*", "*", 0);
+    let error = told(number + 2, plain().machine_type("Standard_D2s_v5")).await;
+    assert!(error.contains("ZonalAllocationFailed") && error.contains("SkuNotAvailable"), "{error}");
+    node.site.cloud.heal();
+    node.site.cloud.with(|azure, _| azure.quota = Some(0));
+    let error = told(number + 3, plain().machine_type("Standard_D4s_v5")).await;
+    for part in ["Total Regional Cores quota", "ask for a higher quota"] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+    node.until("no VM is left", || async { node.site.machines().is_empty().then_some(()) }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pods_wishes_are_in_its_vm_and_a_refused_one_is_named() {
+    let types = "Standard_D2s_v5,Standard_DC2as_v5";
+    let node = Node::start(|settings| settings.set("provider.azure.instance-types", types)).await;
+    let shim = node.daemons.shim().await.unwrap();
+    let wishes = [
+        ("io.peerpod/market", "on-demand"),
+        ("io.peerpod/zones", "westeurope-2"),
+        ("io.peerpod/confidential", "sev-snp"),
+        ("io.peerpod/arch", "amd64"),
+    ];
+    let pods = node.pods(2);
+    let all =
+        wishes.iter().fold(Annotations::new("default", "had"), |all, (key, value)| all.raw(key, Some(value)));
+    shim.create_vm(&pods[0].0, all, &pods[0].1).await.unwrap();
+    let vm = node.all_located(&pods[..1]).await.remove(&pods[0].0).unwrap();
+    let body = node.site.cloud.with(|azure, _| azure.vms.get(name(&vm)).unwrap().body.clone());
+    assert_eq!(body["zones"], serde_json::json!(["2"]));
+    assert_eq!(body["properties"]["hardwareProfile"]["vmSize"], "Standard_DC2as_v5");
+    assert_eq!(body["properties"]["securityProfile"]["securityType"], "ConfidentialVM");
+    assert!(body["properties"].get("priority").is_none());
+    let annotations = Annotations::new("default", "no").raw("io.peerpod/arch", Some("arm64"));
+    shim.create_vm(&pods[1].0, annotations, &pods[1].1).await.unwrap();
+    let error = shim.start_vm(&pods[1].0).await.unwrap_err().to_string();
+    assert!(error.contains("aarch64 cannot be had from provider azure, which has x86_64"), "{error}");
+    node.stop(&pods[..1]).await;
+}
