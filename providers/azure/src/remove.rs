@@ -108,31 +108,30 @@ async fn delete(arm: &Arm, owner: &Owner, found: Vec<String>) -> Result<usize, E
         let what = format!("delete of the unused {}", id.name());
         // A list may be late; this read is not.
         if vms::one(arm, &arm.vm(&vm), &what, until()).await?.is_none() {
-            part(arm, &id, &what, until()).await?;
-            deleted += 1;
+            deleted += usize::from(part(arm, &id, &what, until()).await?);
         }
     }
     Ok(deleted)
 }
 
-/// Deletes a part. A part that is in use after all stays: Azure refuses it.
-async fn part(arm: &Arm, id: &ResourceId, what: &str, until: Instant) -> Result<(), Error> {
+/// Deletes a part; `false`: Azure keeps it for now.
+async fn part(arm: &Arm, id: &ResourceId, what: &str, until: Instant) -> Result<bool, Error> {
     let (action, version) = match id.kind.as_str() {
         NIC => ("NetworkInterfaces_Delete", NETWORK),
         PUBLIC => ("PublicIPAddresses_Delete", NETWORK),
         DISK => ("Disks_Delete", DISKS),
-        _ => return Ok(()),
+        _ => return Ok(false),
     };
     let request = arm.request(Method::DELETE, &id.text(), version);
     match arm.call(call(action, "stray", what, until), &request).await {
-        Ok(_) => Ok(()),
-        Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),
-        // It has a VM after all, or Azure keeps it for three minutes; the next search finds it.
+        Ok(_) => Ok(true),
+        Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(true),
+        // It has a VM after all, or Azure reserves it for a VM that failed, for three minutes. The next search finds it.
         Err(failure)
             if matches!(failure.error, Error::Transient { .. }) && (400..500).contains(&failure.status()) =>
         {
             tracing::debug!("a part without a VM stays for now: {}", failure.error);
-            Ok(())
+            Ok(false)
         }
         Err(failure) => Err(failure.error),
     }

@@ -276,3 +276,24 @@ async fn a_type_that_is_not_sold_on_spot_is_bought_on_demand() {
     let zone = CreateRequest { zones: vec!["westeurope-2".to_owned()], ..request("web-2") };
     says(&placed(&*provider, &zone).await.unwrap_err(), "invalid", &["nothing on offer fits"]);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interface_that_azure_reserves_is_no_error_and_goes_later() {
+    let site = Site::start().await;
+    site.cloud.stop_time();
+    site.cloud.with(|azure, _| {
+        azure.keeps_nics = true;
+        azure.nic_reserve = Duration::from_secs(180);
+    });
+    let provider = site.provider(&[]);
+    let id = once(&provider, &request("web-0"), 0).await.unwrap();
+    provider.delete(&id).await.unwrap();
+    provider.delete(&id).await.unwrap();
+    assert_eq!(provider.list_owned().await.unwrap().len(), 1, "the interface is still there");
+    let found = site.provider(&[]).preflight().await.unwrap();
+    assert!(!found.facts.iter().any(|fact| fact.contains("parts")), "{:?}", found.facts);
+    site.cloud.advance(Duration::from_secs(181));
+    provider.delete(&id).await.unwrap();
+    assert!(provider.list_owned().await.unwrap().is_empty());
+    assert_eq!(site.parts(), (0, 0, 0));
+}
