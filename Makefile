@@ -5,8 +5,8 @@ CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
-AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness
-WITH := $(if $(CLOUDS),$(AWS))
+CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness,peerpod-provider-azure/witness
+WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
@@ -149,22 +149,22 @@ test-long: setup image
 # because without them tokio has other features (tests stop its clock), and the SDK would be compiled twice.
 AWS_TESTS := --test aws --test ec2_proxy
 test-aws: setup
-	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_TESTS)
-	$(CARGO) test --locked --workspace $(AWS) $(AWS_TESTS)
+	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(AWS_TESTS)
+	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(AWS_TESTS)
 
 # The fakes of Azure and Google Cloud, what their vendors' models and clients say of them, and the providers with the
 # fakes. The same build again.
-CLOUD_TESTS := --test clouds --test gcp
+CLOUD_TESTS := --test azure --test clouds --test gcp
 test-clouds: setup
-	$(CARGO) build --locked --workspace $(AWS) --bins $(CLOUD_TESTS)
-	$(CARGO) test --locked --workspace $(AWS) $(CLOUD_TESTS)
+	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_TESTS)
+	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
 AWS_BENCHES := --test aws --test e2e
 bench-aws: setup
-	$(CARGO) build --locked --workspace $(AWS) --bins $(AWS_BENCHES)
+	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(AWS_BENCHES)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(AWS) $(AWS_BENCHES) \
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(AWS_BENCHES) \
 		-- --nocapture --test-threads 1 node:: provider_external::
 
 bench: image
