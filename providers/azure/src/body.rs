@@ -17,7 +17,7 @@ use crate::image::ImageFacts;
 
 /// Type of the OS disk. Every size supports it.
 const DISK_TYPE: &str = "StandardSSD_LRS";
-/// User of VMs from a generalized image; nobody logs in.
+/// User of VMs from a generalized image, which Azure demands.
 const USER: &str = "peerpod";
 /// Part of the first interface, of the second one, of the public address and of the OS disk.
 const NICS: [&str; 2] = ["nic0", "nic1"];

@@ -215,3 +215,55 @@ fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Cloud;
+
+    #[test]
+    fn each_cloud_has_hosts_that_get_its_token_and_no_others() {
+        for cloud in [Cloud::Public, Cloud::UsGovernment, Cloud::China] {
+            let hosts = Hosts::parse(cloud.manager(), cloud.managers()).unwrap();
+            let regional = cloud.manager().replace("https://", "https://westeurope.");
+            assert!(hosts.follow(&regional).is_ok(), "{regional}");
+            Hosts::parse(cloud.authority(), &[]).unwrap();
+            let storage = Hosts::new(hosts.base().clone(), cloud.storage());
+            for suffix in cloud.storage() {
+                let url = format!("https://account{suffix}/log?sig=x");
+                assert!(storage.follow(&url).is_ok() && hosts.follow(&url).is_err(), "{url}");
+            }
+        }
+        let public = Hosts::parse(Cloud::Public.manager(), Cloud::Public.managers()).unwrap();
+        assert!(public.follow(Cloud::China.manager()).is_err(), "another cloud is another host");
+    }
+
+    #[test]
+    fn credentials_come_from_settings_then_from_the_environment() {
+        let config = crate::config::tests::read(&[]).unwrap();
+        let env = |pairs: &'static [(&str, &str)]| {
+            move |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        };
+        source(&config, &env(&[])).unwrap();
+        let webhook = env(&[
+            ("AZURE_FEDERATED_TOKEN_FILE", "/var/run/secrets/azure/tokens/azure-identity-token"),
+            ("AZURE_TENANT_ID", "tenant"),
+            ("AZURE_CLIENT_ID", "client"),
+            ("AZURE_AUTHORITY_HOST", "https://login.microsoftonline.com/"),
+        ]);
+        source(&config, &webhook).unwrap();
+        let half = env(&[("AZURE_FEDERATED_TOKEN_FILE", "/token"), ("AZURE_TENANT_ID", "")]);
+        let error = source(&config, &half).err().unwrap();
+        assert!(
+            error.class() == "auth" && error.to_string().contains("set tenant-id and client-id"),
+            "{error}"
+        );
+        let odd = env(&[
+            ("AZURE_FEDERATED_TOKEN_FILE", "/token"),
+            ("AZURE_TENANT_ID", "tenant"),
+            ("AZURE_CLIENT_ID", "client"),
+            ("AZURE_AUTHORITY_HOST", "login"),
+        ]);
+        assert_eq!(source(&config, &odd).err().unwrap().class(), "invalid");
+    }
+}

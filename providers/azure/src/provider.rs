@@ -12,6 +12,7 @@ use peerpod_provider_api::{
     Extensions, IdempotencyKey, InstanceId, Market, Owned, Owner, Placement, Preflight, Provider, Volumes,
 };
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
+use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
     Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, offerings, until,
     wait_for,
@@ -283,8 +284,10 @@ impl Azure {
                 return Ok(if vm.marks.cluster.is_some() { Look::Foreign } else { Look::Unmarked });
             }
             if matches!(vm.state, VmState::Ended | VmState::Failed | VmState::Deleting) {
-                let why =
-                    vm.refusal.map(|said| format!(": {}: {}", said.code, said.message)).unwrap_or_default();
+                let why = vm
+                    .refusal
+                    .map(|said| format!(": {}: {}", said.code, clip(&said.message)))
+                    .unwrap_or_default();
                 return Err(Error::not_found(format!("{what}: it has ended{why}")));
             }
             Ok(found?.map_or(Look::Open, Look::Done))

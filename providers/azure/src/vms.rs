@@ -172,7 +172,7 @@ async fn by_ids(arm: Arm, ids: Vec<String>, until: Instant) -> Result<HashMap<St
     Ok(found)
 }
 
-/// Returns the VMs of the resource group that have the form of ours, whoever's they are.
+/// Returns the VMs of the resource group, those of other owners included.
 pub(crate) async fn list(arm: &Arm, what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
     let request = arm.get(&format!("{}/providers/Microsoft.Compute/virtualMachines", arm.group()), COMPUTE);
     arm.list(call("VirtualMachines_List", "list", what, until), &request, Vm::of).await
