@@ -107,6 +107,27 @@ async fn disks_decide_the_zone_and_are_found_by_their_device_names() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_regional_disk_is_in_two_zones() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("market", "on-demand")]);
+    let disk = DiskRequest { volume: site.disk("", "pvc-r"), ..DiskRequest::default() };
+    assert!(disk.volume.contains("/regions/"), "{}", disk.volume);
+    let wish = CreateRequest { disks: vec![disk.clone()], ..request("web-0") };
+    let first = placed(&*provider, &wish).await.unwrap();
+    // The first zone has none left, and the disk has another one.
+    site.cloud.set_stock("*", ZONES[0], "*", 0);
+    let error = provider.create(&first, &key("regional", 0)).await.unwrap_err();
+    assert_eq!(error.class(), "capacity", "{error}");
+    let second = placed(&*provider, &wish).await.unwrap();
+    let made = provider.create(&second, &key("regional", 1)).await.unwrap();
+    assert!(made.id.as_str().starts_with(ZONES[1]), "{}", made.id);
+    let volumes = provider.extensions().volumes.unwrap();
+    assert_eq!(volumes.attach(&made.id, &disk).await.unwrap(), made.disks[0].1);
+    volumes.detach(&made.id, &disk.volume).await.unwrap();
+    assert_eq!(volumes.attach(&made.id, &disk).await.unwrap(), made.disks[0].1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_burst_of_creates_shares_its_looks_and_a_batch_needs_few_calls() {
     let site = Site::start().await;
     site.cloud.set_times(Duration::from_millis(100), Duration::from_millis(50));
