@@ -1,7 +1,7 @@
 //! Makes many VMs by one call. May call `bulkInsert` and `list` of instances and `get` of zoneOperations.
 //!
 //! All VMs are in the zone of the placement's offering. Their names follow from owner, key and number, so that no
-//! repeated call makes more of them. The call's `requestId` follows from owner and key, and its operation tells how many
+//! repeated call makes more of them. The call's `requestId` follows from owner and key, and its operation reports how many
 //! VMs there are. They carry the key in a label, by which one list finds all of them.
 
 use std::time::Duration;
@@ -25,7 +25,7 @@ const UNSEEN: Duration = Duration::from_secs(10);
 struct Counted {
     /// Whether it goes on.
     is_open: bool,
-    /// Number of VMs that it made, where it tells that.
+    /// Number of VMs that it made, if the operation reports it.
     made: Option<usize>,
     /// Refusal of the others, with its status.
     refused: Option<(Said, u16)>,

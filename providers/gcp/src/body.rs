@@ -166,7 +166,7 @@ impl Shape<'_> {
         let item = |key: &str, value: &str| json!({"key": key, "value": value});
         json!({"items": [
             item("user-data", &self.request.user_data),
-            // Nobody logs in, although the project may have keys and a console for all of its VMs.
+            // The VM has no logins, although the project may have keys and a console for all of its VMs.
             item("block-project-ssh-keys", "TRUE"),
             item("serial-port-enable", "FALSE"),
         ]})

@@ -36,7 +36,7 @@ fn is_type(name: &str) -> bool {
     links::is_name(name) && name.contains('-')
 }
 
-/// The metadata service. An address, because a pod's DNS need not know the name.
+/// The metadata service. An address, because a pod's DNS may lack the name.
 const METADATA: &str = "http://169.254.169.254";
 /// Largest number of VMs that one call makes. They share a ticket. The limit of `bulkInsert` is 5000.
 const BATCH: u32 = 500;
@@ -330,7 +330,7 @@ fn service_account(section: &mut Reader) -> Option<String> {
     account
 }
 
-/// Reads the labels. Google Cloud knows no capital letters in them, and silence about a changed label helps nobody.
+/// Reads the labels. Google Cloud accepts no capital letters, and a label is never changed silently.
 fn tags(section: &mut Reader) -> BTreeMap<String, String> {
     let tags = settings::tags(section, "labels on VMs and their boot disks, as key=value", &ALPHABET);
     for (key, value) in &tags {

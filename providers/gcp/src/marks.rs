@@ -1,5 +1,5 @@
 //! Marks of VMs. Labels hold hashes, by which the cloud selects; the description holds the exact words, as JSON, because
-//! labels know neither dots nor capital letters nor more than 63 characters. Pure.
+//! labels accept neither dots nor capital letters nor more than 63 characters. Pure.
 
 use std::collections::BTreeMap;
 

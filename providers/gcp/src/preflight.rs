@@ -1,7 +1,7 @@
 //! Checks that Google Cloud permits the calls of the provider, and that the settings fit each other. Returns all
 //! failures in one error. May call `get` of regions, and the calls of facts and lists.
 //!
-//! No call tells whether an insert would be allowed: Compute Engine has no dry run.
+//! No call shows whether an insert is allowed: Compute Engine has no dry run.
 
 use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;

@@ -110,8 +110,8 @@ impl Vm {
         }
     }
 
-    /// Returns the VM's entry in a list. Google does not tell a VM that is being deleted from one that stops by itself;
-    /// `is_deleted` tells whether this process asked for the former.
+    /// Returns the VM's entry in a list. Google shows a VM that is being deleted like one that stops by itself.
+    /// `is_deleted`: this process requested its deletion.
     pub(crate) fn owned(&self, public: bool, is_deleted: bool) -> Option<Owned> {
         let state = match self.state {
             _ if is_deleted => OwnedState::Deleting,

@@ -169,7 +169,7 @@ async fn too_many_creates_in_progress_are_a_throttle() {
     // The bucket waits for the next minute, longer than this caller.
     says(&error, "transient", &["create of web-0", "instances.insert"]);
     let place = provider.place(&request("web-1")).await.unwrap();
-    assert_eq!(place, wish.placement, "a throttle says nothing of the offering");
+    assert_eq!(place, wish.placement, "a throttle does not concern the offering");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -282,7 +282,7 @@ async fn a_vm_of_another_owner_with_our_labels_is_not_ours() {
     let provider = site.provider(&[]);
     let wish = placed(&*provider, &request("web-0")).await.unwrap();
     let made = provider.create(&wish, &key("marks", 0)).await.unwrap();
-    // Somebody else edits the description: the labels alone prove nothing.
+    // Another user edits the description. The labels alone prove nothing.
     site.cloud.with(|gcp, _| {
         let vm = gcp.instances.get_mut(made.id.as_str()).unwrap();
         vm.body["description"] = json!("my own VM");

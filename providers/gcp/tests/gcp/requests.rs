@@ -87,7 +87,7 @@ async fn disks_decide_the_zone_and_are_found_by_their_device_names() {
         .map(|disk| format!("google-{}", disk["deviceName"].as_str().unwrap()))
         .collect();
     assert!(names.len() == 2 && hot == DiskIdentity::ById(names[1].clone()), "{names:?} {hot:?}");
-    // Another pod cannot have the disk, is told who has it, and no call is paid for.
+    // Another pod cannot have the disk. The error names the VM that has it, and no VM is paid for.
     let other = CreateRequest { disks: vec![disk(one.clone())], ..request("web-1") };
     let error = provider.place(&other).await.unwrap_err();
     let name = made.id.as_str().split_once('/').unwrap().1;

@@ -1,4 +1,4 @@
-//! Checks by Google's own means what the provider sends and makes: the API's discovery document knows each path,
+//! Compares the provider's calls and VMs with Google's own models: the API's discovery document has each path,
 //! parameter and field of every call, and Google's Python client reads the VMs.
 
 use std::collections::BTreeSet;
