@@ -14,6 +14,7 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
     let site = Site::start().await;
     site.cloud.set_times(Duration::from_millis(10), Duration::from_millis(10));
     site.cloud.set_lag(Duration::from_millis(300));
+    site.cloud.set_latency(Duration::from_millis(5), Duration::from_millis(5));
     let before = site.provider(&[]);
     before.preflight().await.unwrap();
     let after = site.provider(&[]);
@@ -24,7 +25,7 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
         let wish = placed(&*before, &request(&format!("pod-{number}"))).await.unwrap();
         let key = key("crash", number);
         // The instants are before the PUT is sent, while it is answered, while the decision is awaited, and after it.
-        let instant = Duration::from_micros(dice.roll(20_000));
+        let instant = Duration::from_micros(dice.roll(60_000));
         let answer = tokio::time::timeout(instant, before.create(&wish, &key)).await;
         let again = after.create(&wish, &key).await.unwrap();
         if let Ok(Ok(made)) = answer {

@@ -297,3 +297,40 @@ async fn an_interface_that_azure_reserves_is_no_error_and_goes_later() {
     assert!(provider.list_owned().await.unwrap().is_empty());
     assert_eq!(site.parts(), (0, 0, 0));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_that_make_no_sense_end_in_errors_or_are_left_out() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let id = once(&provider, &request("web-0"), 0).await.unwrap();
+    let odd = [
+        json!(null),
+        json!([]),
+        json!({"value": 5}),
+        json!({"value": [null, 5, [], {"id": 7}, {"id": "/subscriptions/x"}], "nextLink": 5}),
+        json!({"value": [{"id": id.as_str(), "properties": {"provisioningState": 1, "instanceView": []}}]}),
+        json!({"id": id.as_str(), "properties": {"provisioningState": "x".repeat(100_000)}}),
+    ];
+    for body in &odd {
+        for action in ["VirtualMachines_List", "NetworkInterfaces_List"] {
+            site.cloud.fail(action, Fault::Answer(Answer::json(200, body)), 1);
+            match provider.list_owned().await {
+                Ok(owned) => assert!(owned.len() <= 1, "{owned:?}"),
+                Err(error) => assert_eq!(error.class(), "transient", "{error}"),
+            }
+        }
+        site.cloud.fail("VirtualMachines_Get", Fault::Answer(Answer::json(200, body)), 1);
+        let error = provider.delete(&id).await.unwrap_err();
+        assert_eq!(error.class(), "transient", "{error}");
+        site.cloud.fail("Token", Fault::Answer(Answer::json(200, body)), 1);
+        let error = site.provider(&[]).list_owned().await.unwrap_err();
+        assert_eq!(error.class(), "transient", "{error}");
+    }
+    assert_eq!(site.machines().len(), 1, "no such answer deletes a VM");
+    site.cloud.heal();
+    for body in &odd {
+        site.cloud.fail("ResourceSkus_List", Fault::Answer(Answer::json(200, body)), 1);
+        let error = site.provider(&[]).preflight().await.unwrap_err();
+        assert!(matches!(error.class(), "transient" | "invalid"), "{error}");
+    }
+}
