@@ -19,6 +19,7 @@ pub const ALPHABET: Alphabet = Alphabet {
     value: is_of_a_tag,
     escapes: false,
     reserved: &["aws:"],
+    reserves_values: true,
     shown: Some("Name"),
 };
 

@@ -14,7 +14,7 @@ use peerpod_provider_rest::{
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::config::{AzureConfig, Credentials};
+use crate::config::{AzureConfig, Credentials, is_secret_safe};
 use crate::ids::ResourceId;
 use crate::refusal::DIALECT;
 
@@ -173,6 +173,9 @@ fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<
         host.unwrap_or_else(|| config.cloud.authority().to_owned())
     };
     let endpoint = |tenant: &str| {
+        if !is_secret_safe(&authority()) {
+            return Err(Error::invalid("the URL of Entra ID is not https://…; correct AZURE_AUTHORITY_HOST"));
+        }
         Hosts::parse(&authority(), &[]).map(|hosts| hosts.path([tenant, "oauth2", "v2.0", "token"]))
     };
     let (tenant, client, file) = match &config.credentials {
@@ -262,7 +265,7 @@ mod tests {
             ("AZURE_FEDERATED_TOKEN_FILE", "/token"),
             ("AZURE_TENANT_ID", "tenant"),
             ("AZURE_CLIENT_ID", "client"),
-            ("AZURE_AUTHORITY_HOST", "login"),
+            ("AZURE_AUTHORITY_HOST", "http://login.microsoftonline.com"),
         ]);
         assert_eq!(source(&config, &odd).err().unwrap().class(), "invalid");
     }

@@ -102,6 +102,8 @@ pub struct Alphabet {
     pub escapes: bool,
     /// Beginnings of names that the cloud reserves, in lower case.
     pub reserved: &'static [&'static str],
+    /// Whether the cloud reserves them for values, too.
+    pub reserves_values: bool,
     /// Mark that the cloud's console shows as the VM's name; it takes the place of [`NAME`].
     pub shown: Option<&'static str>,
 }
@@ -125,7 +127,7 @@ impl Alphabet {
             let name = self.name(name);
             // Later marks of the same name win.
             if marks.len() + ours.len() < self.max_marks || marks.contains_key(&name) {
-                marks.insert(name, self.unreserved(self.fit(value, self.value, self.max_value)));
+                marks.insert(name, self.fit_value(value));
             }
         }
         marks.extend(ours);
@@ -152,13 +154,15 @@ impl Alphabet {
 
     /// Returns a value of our marks as the cloud accepts it, for a filter.
     pub fn value(&self, value: &str) -> String {
-        self.unreserved(self.exact(value))
+        self.unreserved_value(self.exact(value))
     }
 
     /// Returns why the administrator may not use a mark of this name and value, if so.
     pub fn refusal(&self, name: &str, value: &str) -> Option<String> {
         let is_reserved = self.reserved.iter().any(|prefix| name.to_ascii_lowercase().starts_with(prefix));
-        if is_reserved || name.starts_with(PREFIX) || Some(name) == self.shown {
+        // Names of tags have no case in some clouds.
+        let is_ours = name.to_ascii_lowercase().starts_with(PREFIX);
+        if is_reserved || is_ours || Some(name) == self.shown {
             return Some(format!("{name} is taken (by {} or by us); choose another name", self.cloud));
         }
         let Alphabet { max_name, max_value, .. } = self;
@@ -190,8 +194,15 @@ impl Alphabet {
             (DIGEST, &digest),
         ];
         let mut ours = BTreeMap::new();
-        for (name, value) in exact {
-            let value = self.value(value);
+        for (name, text) in exact {
+            let value = self.value(text);
+            if self.unescape(&value) != text {
+                return Err(Error::invalid(format!(
+                    "create of {}: {name} `{text}` has characters or a beginning that {} does not accept; rename the \
+                     cluster or the node",
+                    request.name, self.cloud
+                )));
+            }
             if value.chars().count() > self.max_value {
                 return Err(Error::invalid(format!(
                     "create of {}: {name} has more than the {} characters that {} accepts; shorten the name of \
@@ -201,8 +212,7 @@ impl Alphabet {
             }
             ours.insert(self.name(name), value);
         }
-        let shown = self.fit(&request.name, self.value, self.max_value);
-        ours.insert(self.name(self.shown.unwrap_or(NAME)), self.unreserved(shown));
+        ours.insert(self.name(self.shown.unwrap_or(NAME)), self.fit_value(&request.name));
         Ok(ours)
     }
 
@@ -260,6 +270,14 @@ impl Alphabet {
         whole
     }
 
+    fn fit_value(&self, value: &str) -> String {
+        self.unreserved_value(self.fit(value, self.value, self.max_value))
+    }
+
+    fn unreserved_value(&self, value: String) -> String {
+        if self.reserves_values { self.unreserved(value) } else { value }
+    }
+
     /// Changes the beginning of a text that the cloud reserves: `aws:x` becomes `aws_x`.
     fn unreserved(&self, mut text: String) -> String {
         for prefix in self.reserved {
@@ -290,6 +308,7 @@ mod tests {
         value: |c| c.is_alphanumeric() || " +-=._:/@".contains(c),
         escapes: false,
         reserved: &["aws:"],
+        reserves_values: true,
         shown: Some("Name"),
     };
     /// Alphabet like that of Google's labels.
@@ -301,7 +320,8 @@ mod tests {
         name: |c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_-".contains(c),
         value: |c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_-".contains(c),
         escapes: true,
-        reserved: &[],
+        reserved: &["goog", "peerpod-"],
+        reserves_values: false,
         shown: None,
     };
 
@@ -361,6 +381,34 @@ mod tests {
         assert!(cut.len() <= 64 && cut.ends_with("x_2e_x"), "{cut}");
         let long = wider.marks(&request, &short_key(), &owner(&"n".repeat(65)), &BTreeMap::new());
         assert!(long.unwrap_err().to_string().contains("peerpod.node"));
+    }
+
+    #[test]
+    fn an_owner_is_recognised_whatever_its_name_begins_with_or_refused() {
+        // Azure's: reserved names, and other characters are replaced.
+        let replacing =
+            Alphabet { reserved: &["azure", "microsoft"], reserves_values: false, shown: None, ..WIDE };
+        let escaping = Alphabet { max_value: 200, ..NARROW };
+        let request = CreateRequest { name: "web-0".into(), ..CreateRequest::default() };
+        for alphabet in [WIDE, replacing, escaping] {
+            for name in
+                ["aws", "azure-prod", "Microsoft", "windows", "google", "goog", "peerpod-1", "peerpod.x"]
+            {
+                let owner =
+                    Owner { cluster_id: name.into(), node_name: name.into(), installation: name.into() };
+                let marks = alphabet.marks(&request, &short_key(), &owner, &BTreeMap::new()).unwrap();
+                assert!(alphabet.read(&marks).are_of(&owner), "{name}: {marks:?}");
+            }
+        }
+        for bad in ["aws:n", "a|b"] {
+            let error = WIDE.marks(&request, &short_key(), &owner(bad), &BTreeMap::new()).unwrap_err();
+            assert!(error.to_string().contains("rename the cluster or the node"), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_of_ours_are_taken_in_any_case() {
+        assert!(WIDE.refusal("PeerPod.Node", "x").is_some() && WIDE.refusal("peer", "x").is_none());
     }
 
     #[test]

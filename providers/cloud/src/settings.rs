@@ -204,6 +204,7 @@ mod tests {
         value: |_| true,
         escapes: true,
         reserved: &["aws:"],
+        reserves_values: false,
         shown: Some("Name"),
     };
 

@@ -21,6 +21,7 @@ pub const ALPHABET: Alphabet = Alphabet {
     value: is_of_a_label,
     escapes: false,
     reserved: &["goog", "peerpod-"],
+    reserves_values: false,
     shown: None,
 };
 
