@@ -8,9 +8,9 @@ use bytes::{Bytes, BytesMut};
 use peerpod_base::chain::chain;
 use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
-use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::header::{AUTHORIZATION, CONTENT_LENGTH, HeaderValue};
 use reqwest::redirect::Policy;
-use reqwest::{Client, ClientBuilder, Response};
+use reqwest::{Client, ClientBuilder, Method, Response};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
@@ -105,6 +105,9 @@ impl Http {
         let mut ask = client.request(method, url).headers(headers);
         if let Some(body) = body {
             ask = ask.body(body);
+        } else if matches!(*request.method(), Method::POST | Method::PUT | Method::PATCH) {
+            // Servers may demand the length of an absent body (411).
+            ask = ask.header(CONTENT_LENGTH, HeaderValue::from_static("0"));
         }
         if let Some(token) = token {
             let value = HeaderValue::from_str(&format!("Bearer {}", token.expose()));

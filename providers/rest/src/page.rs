@@ -1,5 +1,7 @@
 //! Reads lists that a cloud divides into pages.
 
+use std::collections::HashSet;
+
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::ApiCall;
 use serde_json::Value;
@@ -10,6 +12,9 @@ use crate::request::Request;
 
 /// Most pages of a list; no node has a million VMs.
 const MAX_PAGES: usize = 1000;
+
+/// Most bytes of all pages of a list.
+const MAX_BYTES: usize = 256 << 20;
 
 /// Form in which a page names the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +30,7 @@ impl Rest {
     ///
     /// # Errors
     /// The failure of a call or of `page`; [`Error::Invalid`] for a link to another host; [`Error::Transient`] for an
-    /// answer that is no JSON object, for a page that names itself as the next one, and for more than 1000 pages. The
+    /// answer that is no JSON object, for a page that names an earlier one as the next one, and for more than 1000 pages or 256 MiB. The
     /// list is never shortened.
     pub async fn pages(
         &self,
@@ -36,8 +41,17 @@ impl Rest {
     ) -> Result<(), Failure> {
         let broken = |why: &str| Failure::from(Error::transient(format!("{}: {why}", call.what)));
         let mut request = first.clone();
+        let (mut seen, mut bytes) = (HashSet::new(), 0);
         for _ in 0..MAX_PAGES {
-            let body = self.call(call, &request).await?.json();
+            if !seen.insert(request.url().clone()) {
+                return Err(broken("a page of the answer names an earlier one as the next one"));
+            }
+            let answer = self.call(call, &request).await?;
+            bytes += answer.body().len();
+            if bytes > MAX_BYTES {
+                return Err(broken("more than 256 MiB; one node cannot have so many"));
+            }
+            let body = answer.json();
             if !body.is_object() {
                 return Err(broken("the answer is no JSON object"));
             }
@@ -45,9 +59,6 @@ impl Rest {
             let Some(following) = self.following(first, next, &body).map_err(|e| e.during(call.what))? else {
                 return Ok(());
             };
-            if following.url() == request.url() {
-                return Err(broken("a page of the answer names itself as the next one"));
-            }
             request = following;
         }
         Err(broken("more than 1000 pages; one node cannot have so many"))

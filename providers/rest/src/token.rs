@@ -57,8 +57,16 @@ impl Source for Box<dyn Source> {
 pub struct Tokens {
     source: Box<dyn Source>,
     kept: Lock<Option<Kept>>,
-    /// Held across a fetch. The time of the last renewal of a refused token.
-    fetching: Mutex<Option<Instant>>,
+    /// Held across a fetch.
+    fetching: Mutex<Fetches>,
+}
+
+#[derive(Default)]
+struct Fetches {
+    /// Time of the last renewal of a refused token.
+    renewed: Option<Instant>,
+    /// Last failure, for the callers that waited for that fetch.
+    failed: Option<(Instant, Error)>,
 }
 
 #[derive(Clone)]
@@ -82,13 +90,18 @@ impl Tokens {
         let now = Instant::now();
         let old = self.kept.lock().clone().filter(|kept| now < kept.ends);
         let Some(old) = old else {
-            let _alone = self.fetching.lock().await;
-            // Another caller may have fetched it during the wait.
+            let mut fetches = self.fetching.lock().await;
+            // Another caller may have fetched it during the wait, or failed.
             let kept = self.kept.lock().clone().filter(|kept| Instant::now() < kept.ends);
-            return match kept {
-                Some(kept) => Ok(kept.secret),
-                None => self.fetch(http).await,
-            };
+            if let Some(kept) = kept {
+                return Ok(kept.secret);
+            }
+            if let Some((_, error)) = fetches.failed.as_ref().filter(|(at, _)| *at > now) {
+                return Err(error.clone());
+            }
+            let fetched = self.fetch(http).await;
+            fetches.failed = fetched.as_ref().err().map(|error| (Instant::now(), error.clone()));
+            return fetched;
         };
         if now < old.renew {
             return Ok(old.secret);
@@ -112,16 +125,16 @@ impl Tokens {
     /// # Errors
     /// The error of the source.
     pub async fn renew(&self, http: &Http, refused: &Secret) -> Result<Option<Secret>, Error> {
-        let mut renewed = self.fetching.lock().await;
+        let mut fetches = self.fetching.lock().await;
         let kept = self.kept.lock().clone();
         if let Some(kept) = kept.filter(|kept| kept.secret.expose() != refused.expose()) {
             return Ok(Some(kept.secret));
         }
         let now = Instant::now();
-        if renewed.is_some_and(|at| now.saturating_duration_since(at) < RENEWED) {
+        if fetches.renewed.is_some_and(|at| now.saturating_duration_since(at) < RENEWED) {
             return Ok(None);
         }
-        *renewed = Some(now);
+        fetches.renewed = Some(now);
         self.fetch(http).await.map(Some)
     }
 

@@ -120,7 +120,8 @@ pub(super) fn successful(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &s
     let words =
         format!("get an access token: {host} refused it ({status} {}): {}", clip(code), clip(message));
     Err(match status {
-        429 | 500.. => Error::transient(format!("{words}; it is tried again")),
+        // Metadata services answer 404 and 410 while they start or are updated.
+        404 | 410 | 429 | 500.. => Error::transient(format!("{words}; it is tried again")),
         _ => Error::Auth { text: format!("{words}; {remedy}") },
     })
 }

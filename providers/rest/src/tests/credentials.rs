@@ -57,6 +57,20 @@ async fn all_callers_share_one_fetch() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn all_callers_share_one_failure_and_the_next_one_tries_again() {
+    let (source, http) = (Counting::default(), http());
+    let tokens = Tokens::new(source.clone());
+    *source.fails.lock() = true;
+    let (a, b, c) = tokio::join!(tokens.get(&http), tokens.get(&http), tokens.get(&http));
+    for failed in [a, b, c] {
+        assert_eq!(failed.unwrap_err().class(), "transient");
+    }
+    assert_eq!(source.fetches.load(Ordering::Relaxed), 1);
+    *source.fails.lock() = false;
+    assert_eq!(tokens.get(&http).await.unwrap().expose(), "token-2");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_token_is_renewed_before_its_end_and_the_old_one_serves_meanwhile() {
     let (source, http) = (Counting::default(), http());
     let tokens = Tokens::new(source.clone());
@@ -282,6 +296,7 @@ async fn a_refused_token_has_the_issuers_words_and_the_remedy() {
         }
         "POST /google" => reply(403, "", &json!({"error": {"status": "PERMISSION_DENIED", "message": "no"}})),
         "POST /down" => reply(503, "", &Value::Null),
+        "POST /updated" => reply(410, "", &Value::Null),
         "POST /odd" => reply(200, "", &json!({"id_token": "hush"})),
         _ => None,
     })
@@ -290,6 +305,7 @@ async fn a_refused_token_has_the_issuers_words_and_the_remedy() {
         ("/bad", "auth", "(401 invalid_client): AADSTS7000215: Invalid client secret; check the client"),
         ("/google", "auth", "(403 PERMISSION_DENIED): no; check the client"),
         ("/down", "transient", "(503 no code): no message; it is tried again"),
+        ("/updated", "transient", "(410 no code): no message; it is tried again"),
         ("/odd", "transient", "the answer of 127.0.0.1 has none"),
         ("/lost", "transient", "no answer from 127.0.0.1"),
     ] {

@@ -46,6 +46,20 @@ async fn a_form_is_encoded() {
 }
 
 #[tokio::test]
+async fn the_length_of_an_absent_body_is_sent_where_one_may_be() {
+    let server = Server::start(|_| reply(200, "", &Value::Null)).await;
+    for (method, has_length) in [(Method::POST, true), (Method::PUT, true), (Method::GET, false)] {
+        http().send(&Request::new(method.clone(), server.at("/x")), None).await.unwrap();
+        let headers = server.seen.lock().pop().unwrap().headers;
+        assert_eq!(
+            headers.matches("content-length: 0").count(),
+            usize::from(has_length),
+            "{method}: {headers}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_redirect_is_an_answer() {
     let server = Server::start(|_| reply(307, "location: /elsewhere\r\n", &Value::Null)).await;
     let answer = http().send(&Request::get(server.at("/vms")), None).await.unwrap();
