@@ -11,8 +11,7 @@ use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
 use peerpod_provider_cloud::{MachineType, Offering, Wait, names};
 use peerpod_provider_rest::header::IF_NONE_MATCH;
-use peerpod_provider_rest::{Decision, Failure, Method, Request, Said, decide, end_of_wait, read};
-use serde_json::Value;
+use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait};
 use tokio::time::Instant;
 
 use crate::Azure;
@@ -23,12 +22,15 @@ use crate::facts::Facts;
 use crate::ids::ResourceId;
 use crate::image::ImageFacts;
 use crate::refusal::{REFUSALS, standing};
-use crate::remove;
 use crate::vms::{self, VmState};
+use crate::{operations, remove};
 
 /// Pauses between two looks at a VM that Azure has not decided on. Azure accepts twelve looks at one VM in a minute, and
 /// 36 in a burst.
 static DECISIONS: Wait = Wait::learning(Duration::from_secs(1), Duration::from_secs(2));
+/// Time after which the looks are further apart.
+const LONG: Duration = Duration::from_secs(30);
+static LATE_DECISIONS: Wait = Wait::new(Duration::from_secs(5), Duration::from_secs(5));
 
 /// Create that is ready to be sent.
 pub(crate) struct Launch<'l> {
@@ -106,7 +108,12 @@ impl Launch<'_> {
     async fn decided(&self, id: &ResourceId, operation: Option<&str>) -> Result<Created, Error> {
         let what = self.what();
         let look = || self.look(id, operation, &what);
-        let decision = decide(&DECISIONS, end_of_wait(self.until), look).await?;
+        let end = end_of_wait(self.until);
+        let soon = end.min(Instant::now() + LONG);
+        let mut decision = decide(&DECISIONS, soon, look).await?;
+        if decision == Decision::Open && soon < end {
+            decision = decide(&LATE_DECISIONS, end, look).await?;
+        }
         match decision {
             Decision::Refused(said) => return Err(self.refused_late(id, &said).await),
             // No pod may join it. The caller repeats the call until it is gone.
@@ -136,17 +143,23 @@ impl Launch<'_> {
     ) -> Result<Decision<Fate>, Failure> {
         let vm = vms::one(self.arm, id, what, self.until).await?;
         let Some(vm) = vm else {
-            let said = self.of_operation(operation, what).await?;
+            let said = operations::failure(self.arm, operation, (self.key.as_str(), what), self.until).await;
             return Ok(said.map_or(Decision::Open, Decision::Refused));
         };
         Ok(match vm.state {
-            VmState::Placed | VmState::Running | VmState::Ended => Decision::Made(Fate::Placed),
+            // A VM that Azure started and could not keep shows a power state beside its refusal.
+            VmState::Placed | VmState::Running | VmState::Ended => match vm.refusal {
+                Some(said) if vm.state == VmState::Ended || is_shortage(&said) => Decision::Refused(said),
+                _ => Decision::Made(Fate::Placed),
+            },
             VmState::Deleting => Decision::Made(Fate::Going),
             VmState::Pending => Decision::Open,
             VmState::Failed => {
                 let said = match vm.refusal {
                     Some(said) => Some(said),
-                    None => self.of_operation(operation, what).await?,
+                    None => {
+                        operations::failure(self.arm, operation, (self.key.as_str(), what), self.until).await
+                    }
                 };
                 Decision::Refused(said.unwrap_or_else(|| Said {
                     code: "ProvisioningFailed".to_owned(),
@@ -154,15 +167,6 @@ impl Launch<'_> {
                 }))
             }
         })
-    }
-
-    /// Returns the error of the operation, if it has one.
-    async fn of_operation(&self, operation: Option<&str>, what: &str) -> Result<Option<Said>, Failure> {
-        let Some(link) = operation else { return Ok(None) };
-        let url = self.arm.rest().hosts().follow(link).map_err(|error| error.during(what))?;
-        let call = call("Operations_Get", self.key.as_str(), what, self.until);
-        let body = self.arm.call(call, &Request::get(url)).await?.json();
-        Ok(said(&body))
     }
 
     /// Handles a PUT that Azure refused, or did not answer.
@@ -205,10 +209,13 @@ impl Launch<'_> {
         let is_spot = self.offering.market == Market::Spot;
         let remedy = REFUSALS.remedy("VirtualMachines_CreateOrUpdate", code, message, 409);
         let (why, time) = (format!("{code}: {remedy}"), standing(code, meaning, is_spot));
-        for scope in self.scopes(message, meaning) {
+        let scopes = self.scopes(message, meaning);
+        let has_scope = !scopes.is_empty();
+        for scope in scopes {
             planner.exhausted_for(scope, &why, time);
         }
-        if meaning == Meaning::Quota && self.azure.planned(self.request).is_err() {
+        // Without a mark the next attempt would get the same offering.
+        if meaning == Meaning::Quota && (!has_scope || self.azure.planned(self.request).is_err()) {
             return Error::Quota { text };
         }
         match planner.capacity_error(&self.request.name, &[(self.offering.clone(), code.to_owned())]) {
@@ -217,7 +224,8 @@ impl Launch<'_> {
         }
     }
 
-    /// Returns the offerings that a refusal concerns. Quotas are those of the region.
+    /// Returns the offerings that a refusal concerns. Quotas of cores are those of the region. Another limit (addresses of
+    /// the subnet, public addresses, disks of the request) concerns no offering.
     fn scopes(&self, message: &str, meaning: Meaning) -> Vec<Scope> {
         let (machine, market) = (&self.offering.machine, self.offering.market);
         if meaning != Meaning::Quota {
@@ -225,6 +233,9 @@ impl Launch<'_> {
         }
         if message.contains("LowPriorityCores") || message.contains("Total Regional Cores") {
             return vec![Scope::Market(market)];
+        }
+        if !message.contains("Cores quota") {
+            return Vec::new();
         }
         let families = &self.facts.families;
         let is_same = |one: &&MachineType| families.get(&one.name) == families.get(machine);
@@ -241,26 +252,7 @@ impl Launch<'_> {
     }
 }
 
-/// Reads the error of a failed operation.
-fn said(operation: &Value) -> Option<Said> {
-    read::text(operation, "/status").filter(|status| *status == "Failed" || *status == "Canceled")?;
-    let text = |pointer: &str| read::text(operation, pointer).unwrap_or_default().to_owned();
-    let said = Said { code: text("/error/code"), message: text("/error/message") };
-    (!said.code.is_empty()).then_some(said)
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn a_failed_operation_has_code_and_message() {
-        let failed = json!({"status": "Failed", "error": {"code": "AllocationFailed", "message": "none"}});
-        assert_eq!(said(&failed), Some(Said { code: "AllocationFailed".into(), message: "none".into() }));
-        for other in [json!({"status": "InProgress"}), json!({"status": "Failed"}), json!(5)] {
-            assert_eq!(said(&other), None, "{other}");
-        }
-    }
+/// Whether Azure refused for lack of capacity or quota.
+fn is_shortage(said: &Said) -> bool {
+    matches!(REFUSALS.meaning(&said.code, &said.message, 200), Meaning::Capacity | Meaning::Quota)
 }

@@ -20,6 +20,7 @@ mod create;
 mod facts;
 mod ids;
 mod image;
+mod operations;
 mod preflight;
 mod provider;
 mod refusal;

@@ -43,7 +43,7 @@ pub(crate) async fn run(azure: &Azure) -> Result<Preflight, Error> {
         subnet(arm, &azure.config.subnet),
         missing_rights(arm)
     );
-    let strays = remove::clean(arm, &azure.owner, public).await;
+    let strays = remove::clean(arm, &azure.owner).await;
     let errors = [facts.as_ref().err(), listed.as_ref().err(), subnet.as_ref().err()];
     let errors: Vec<Error> = errors.into_iter().flatten().cloned().collect();
     let (facts, listed) = match (facts, listed) {

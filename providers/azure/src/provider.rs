@@ -299,8 +299,7 @@ impl Azure {
 /// Deletes left-over parts in a task of its own, so that no list waits for it.
 fn clean(azure: Arc<Azure>) {
     tokio::spawn(async move {
-        let public = azure.config.use_public_ip;
-        let cleaned = async { remove::clean_again(&azure.strays, azure.arm()?, &azure.owner, public).await };
+        let cleaned = async { remove::clean_again(&azure.strays, azure.arm()?, &azure.owner).await };
         match cleaned.await {
             Ok(0) => {}
             Ok(count) => tracing::info!(count, "deleted our parts without a VM"),
@@ -370,6 +369,9 @@ impl Provider for AzureProvider {
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let azure = &self.0;
         let mut owned = vms::all_of(azure.arm()?, &azure.owner, azure.config.use_public_ip, until()).await?;
+        // A late list has the interface of a new VM, and not the VM.
+        let is_new = |one: &Owned| one.key.is_none() && azure.recent.may_be_denied(&one.id, Instant::now());
+        owned.retain(|one| !is_new(one));
         if azure.strays.is_due(Instant::now()) {
             clean(Arc::clone(azure));
         }

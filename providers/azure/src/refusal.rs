@@ -34,8 +34,12 @@ const GROUP: &str = "set subscription-id and resource-group to those of the pods
 const DISK: &str = "end the pod or VM that has the disk; it attaches to one VM only";
 const LARGER: &str = "use a larger instance type, or fewer volumes in the pod";
 
+/// Code for a throttle by the limit of one VM, which must not slow down calls for others.
+const OF_ONE_VM: &str = "TooManyRequestsForOneResource";
+
 const ROWS: &[Row] = &[
     Row::code("RetryableErrorDueToAnotherOperation", Transient),
+    Row::code(OF_ONE_VM, Transient),
     // The code of a throttle is that of a quota, too.
     Row::status(429..=429, Throttled),
     Row::code("TooManyRequests", Throttled),
@@ -62,6 +66,8 @@ const ROWS: &[Row] = &[
     Row::code("Conflict", Transient),
     Row::code("RetryableError", Transient),
     Row::code("NicInUse", Transient),
+    Row::code("PublicIPAddressCannotBeDeleted", Transient),
+    Row::code("CannotDeleteResource*", Transient),
     Row::code("NicReservedForAnotherVm", Transient),
     Row::code("InUse*", Transient),
     Row::code("InternalExecutionError", Transient),
@@ -130,7 +136,25 @@ pub(crate) fn standing(code: &str, meaning: Meaning, is_spot: bool) -> Duration 
 fn said(answer: &Answer) -> Said {
     let body = answer.json();
     let text = |pointer: &str| read::text(&body, pointer).unwrap_or_default().to_owned();
-    Said { code: text("/error/code"), message: text("/error/message") }
+    let is_of_one_vm = || {
+        let limits = answer.header("x-ms-ratelimit-remaining-resource").unwrap_or_default();
+        let is_used_up = |limit: &str| {
+            limit.trim().rsplit_once(';').is_some_and(|(name, left)| is_of_a_vm(name) && left.trim() == "0")
+        };
+        let details = read::list(&body, "/error/details");
+        limits.split(',').any(is_used_up)
+            || details.iter().filter_map(|one| read::text(one, "/target")).any(is_of_a_vm)
+    };
+    let code = match answer.status() == 429 && is_of_one_vm() {
+        true => OF_ONE_VM.to_owned(),
+        false => text("/error/code"),
+    };
+    Said { code, message: text("/error/message") }
+}
+
+/// Whether a limit is that of one VM, like `Microsoft.Compute/GetVMResource`.
+fn is_of_a_vm(limit: &str) -> bool {
+    limit.rsplit('/').next().unwrap_or_default().contains("Resource")
 }
 
 /// Reads the smallest of the subscription's limits that Compute reports as left. Limits of one VM are no limits of calls
@@ -141,7 +165,7 @@ fn left(answer: &Answer) -> Option<u32> {
 
 fn smallest(limits: &str) -> Option<u32> {
     let each = limits.split(',').filter_map(|limit| limit.trim().rsplit_once(';'));
-    let shared = each.filter(|(name, _)| !name.rsplit('/').next().unwrap_or_default().contains("Resource"));
+    let shared = each.filter(|(name, _)| !is_of_a_vm(name));
     shared.filter_map(|(_, left)| left.trim().parse().ok()).min()
 }
 
@@ -207,6 +231,14 @@ mod tests {
         let body = json!({"error": {"code": "Conflict", "message": "busy"}});
         assert_eq!(said(&Answer::of(409, &body)), Said { code: "Conflict".into(), message: "busy".into() });
         assert_eq!(left(&Answer::of(200, &json!({}))), None);
+        let body = json!({"error": {"code": "OperationNotAllowed", "message": "slow down",
+            "details": [{"code": "TooManyRequests", "target": "Microsoft.Compute/GetVMResource.pp-a"}]}});
+        let one = said(&Answer::of(429, &body));
+        assert_eq!(REFUSALS.meaning(&one.code, &one.message, 429), Transient);
+        let body = json!({"error": {"code": "OperationNotAllowed",
+            "details": [{"code": "TooManyRequests", "target": "HighCostGet30Min"}]}});
+        let all = said(&Answer::of(429, &body));
+        assert_eq!(REFUSALS.meaning(&all.code, &all.message, 429), Throttled);
     }
 
     #[test]

@@ -6,7 +6,8 @@
 use std::collections::HashSet;
 
 use peerpod_provider_api::{Error, Owner};
-use peerpod_provider_cloud::{Strays, names, until};
+use peerpod_provider_cloud::refusal::together;
+use peerpod_provider_cloud::{Strays, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -51,24 +52,19 @@ pub(crate) async fn nics_of(
 }
 
 /// Searches, and deletes the parts that had no VM at the last search, either. Returns their number.
-pub(crate) async fn clean_again(
-    strays: &Strays,
-    arm: &Arm,
-    owner: &Owner,
-    public: bool,
-) -> Result<usize, Error> {
-    let found = strays.again(stray(arm, owner, public).await?);
+pub(crate) async fn clean_again(strays: &Strays, arm: &Arm, owner: &Owner) -> Result<usize, Error> {
+    let found = strays.again(stray(arm, owner).await?);
     delete(arm, owner, found).await
 }
 
 /// Deletes all parts without a VM at once. Returns their number.
-pub(crate) async fn clean(arm: &Arm, owner: &Owner, public: bool) -> Result<usize, Error> {
-    let found = stray(arm, owner, public).await?;
+pub(crate) async fn clean(arm: &Arm, owner: &Owner) -> Result<usize, Error> {
+    let found = stray(arm, owner).await?;
     delete(arm, owner, found).await
 }
 
 /// Returns the ids of this owner's parts whose VM does not exist.
-async fn stray(arm: &Arm, owner: &Owner, public: bool) -> Result<Vec<String>, Error> {
+async fn stray(arm: &Arm, owner: &Owner) -> Result<Vec<String>, Error> {
     let (what, until) = ("look for parts without a VM", until());
     let nics = vms::nics(arm, what, until).await?;
     let mut parts: Vec<ResourceId> =
@@ -79,17 +75,13 @@ async fn stray(arm: &Arm, owner: &Owner, public: bool) -> Result<Vec<String>, Er
         read::text(value, "/managedBy").is_none().then_some(id)
     };
     parts.extend(arm.list(call("Disks_ListByResourceGroup", "stray", what, until), &disks, disk).await?);
-    if public {
-        let addresses =
-            arm.get(&format!("{}/providers/Microsoft.Network/publicIPAddresses", arm.group()), NETWORK);
-        let address = |value: &Value| {
-            let id = ResourceId::of_kind(read::text(value, "/id")?, PUBLIC)?;
-            value.pointer("/properties/ipConfiguration").is_none_or(Value::is_null).then_some(id)
-        };
-        parts.extend(
-            arm.list(call("PublicIPAddresses_List", "stray", what, until), &addresses, address).await?,
-        );
-    }
+    let addresses =
+        arm.get(&format!("{}/providers/Microsoft.Network/publicIPAddresses", arm.group()), NETWORK);
+    let address = |value: &Value| {
+        let id = ResourceId::of_kind(read::text(value, "/id")?, PUBLIC)?;
+        value.pointer("/properties/ipConfiguration").is_none_or(Value::is_null).then_some(id)
+    };
+    parts.extend(arm.list(call("PublicIPAddresses_List", "stray", what, until), &addresses, address).await?);
     // The VMs last: a part whose VM this list lacks has lost it.
     let vms = vms::list(arm, what, until).await?;
     let existing: HashSet<&str> = vms.iter().map(|vm| vm.id.name()).collect();
@@ -98,20 +90,25 @@ async fn stray(arm: &Arm, owner: &Owner, public: bool) -> Result<Vec<String>, Er
     Ok(parts.iter().filter(|id| is_stray(id)).take(MOST_STRAY).map(ResourceId::text).collect())
 }
 
+/// Deletes these parts; the failure of one does not keep the others.
 async fn delete(arm: &Arm, owner: &Owner, found: Vec<String>) -> Result<usize, Error> {
-    let mut deleted = 0;
-    for text in found {
-        let Some(id) = ResourceId::parse(&text) else { continue };
-        let Some(vm) = vm_of_part(owner, id.name()).filter(|vm| vm.starts_with(&names::prefix(owner))) else {
-            continue;
-        };
+    let (mut deleted, mut errors) = (0, Vec::new());
+    for id in found.iter().filter_map(|text| ResourceId::parse(text)) {
+        let Some(vm) = vm_of_part(owner, id.name()) else { continue };
         let what = format!("delete of the unused {}", id.name());
         // A list may be late; this read is not.
-        if vms::one(arm, &arm.vm(&vm), &what, until()).await?.is_none() {
-            deleted += usize::from(part(arm, &id, &what, until()).await?);
+        let done = async {
+            match vms::one(arm, &arm.vm(&vm), &what, until()).await? {
+                Some(_) => Ok(false),
+                None => part(arm, &id, &what, until()).await,
+            }
+        };
+        match done.await {
+            Ok(is_gone) => deleted += usize::from(is_gone),
+            Err(error) => errors.push(error),
         }
     }
-    Ok(deleted)
+    if errors.is_empty() { Ok(deleted) } else { Err(together(errors)) }
 }
 
 /// Deletes a part; `false`: Azure keeps it for now.

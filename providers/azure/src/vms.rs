@@ -62,6 +62,10 @@ impl Vm {
         let statuses = read::list(value, "/properties/instanceView/statuses");
         let power = statuses.iter().find_map(|one| read::text(one, "/code")?.strip_prefix("PowerState/"));
         let disk = |disk: &Value| {
+            // Such a disk is on its way off the VM.
+            if read::flag(disk, "/toBeDetached") == Some(true) {
+                return None;
+            }
             let lun = u32::try_from(read::number(disk, "/lun")?).ok()?;
             Some((lun, read::text(disk, "/managedDisk/id")?.to_ascii_lowercase()))
         };
@@ -77,7 +81,7 @@ impl Vm {
                 .iter()
                 .filter_map(disk)
                 .collect(),
-            refusal: (state == VmState::Failed).then(|| refusal(statuses)).flatten(),
+            refusal: refusal(statuses),
         })
     }
 
@@ -362,6 +366,9 @@ mod tests {
             Some(Said { code: "AllocationFailed".into(), message: "none left".into() })
         );
         assert_eq!(vm("Failed", &json!([{"code": "ProvisioningState/failed"}])).refusal, None);
+        let statuses = json!([{"code": "ProvisioningState/failed/AllocationFailed"}, {"code": "PowerState/deallocated"}]);
+        let ended = vm("Failed", &statuses);
+        assert_eq!((ended.state, ended.refusal.is_some()), (VmState::Ended, true));
         assert_eq!(failed.disks, [(3, "/a/b".to_owned())]);
         assert_eq!((failed.zone.as_deref(), failed.id.name()), (Some("2"), "pp-a"));
     }

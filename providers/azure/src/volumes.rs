@@ -6,15 +6,19 @@
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::until;
-use peerpod_provider_rest::{Failure, Method, read};
+use peerpod_provider_rest::{Method, read};
 use serde_json::{Value, json};
 
 use crate::Azure;
 use crate::client::{Arm, COMPUTE, DISKS, call};
 use crate::ids::{DISK, ResourceId};
+use crate::operations;
 use crate::provider::LOOKS;
+use crate::refusal::REFUSALS;
 use crate::vms::{self, Vm, VmState};
 
+/// Action that attaches and detaches.
+const CHANGE: &str = "VirtualMachines_AttachDetachDataDisks";
 /// Logical units that Azure gives at most.
 const MOST_LUNS: u32 = 64;
 
@@ -105,10 +109,13 @@ pub(crate) async fn attach(
     })?;
     let body = json!({"dataDisksToAttach": [
         {"diskId": volume.text(), "lun": lun, "caching": "None", "deleteOption": "Detach"}]});
-    change(arm, &vm_id, &body, &what).await?;
+    let operation = change(arm, &vm_id, &body, &what).await?;
     let attached = LOOKS.until(None, || async {
         let Some(vm) = ours(azure, &vm_id, &what).await? else { return Err(gone()) };
-        Ok(lun_of(&vm, &volume))
+        match lun_of(&vm, &volume) {
+            Some(lun) => Ok(Some(lun)),
+            None => failed(arm, &vm_id, operation.as_deref(), &what).await,
+        }
     });
     let lun = attached.await?.ok_or_else(|| Error::transient(format!("{what}: the wait ended")))?;
     Ok(DiskIdentity::Lun(lun))
@@ -129,8 +136,13 @@ pub(crate) async fn detach(azure: &Azure, id: &InstanceId, volume: &str) -> Resu
         return Ok(());
     }
     let body = json!({"dataDisksToDetach": [{"diskId": volume.text()}]});
-    change(arm, &vm_id, &body, &what).await?;
-    let detached = LOOKS.until(None, || async { Ok::<_, Error>((!is_attached().await?).then_some(())) });
+    let operation = change(arm, &vm_id, &body, &what).await?;
+    let detached = LOOKS.until(None, || async {
+        match is_attached().await? {
+            false => Ok(Some(())),
+            true => failed(arm, &vm_id, operation.as_deref(), &what).await,
+        }
+    });
     detached.await?.ok_or_else(|| Error::transient(format!("{what}: the wait ended")))
 }
 
@@ -141,11 +153,25 @@ async fn ours(azure: &Azure, id: &ResourceId, what: &str) -> Result<Option<Vm>, 
     Ok(vm.filter(|vm| vm.marks.are_of(&azure.owner) && !has_ended(vm)))
 }
 
-async fn change(arm: &Arm, vm: &ResourceId, body: &Value, what: &str) -> Result<(), Error> {
+/// Requests a change of a VM's disks. Returns the link of the operation, if the answer has one.
+async fn change(arm: &Arm, vm: &ResourceId, body: &Value, what: &str) -> Result<Option<String>, Error> {
     let path = format!("{}/attachDetachDataDisks", vm.text());
     let request = arm.request(Method::POST, &path, COMPUTE).json(body);
-    let call = call("VirtualMachines_AttachDetachDataDisks", vm.name(), what, until());
-    arm.call(call, &request).await.map(drop).map_err(|failure: Failure| failure.error)
+    let answer = arm.call(call(CHANGE, vm.name(), what, until()), &request).await?;
+    Ok(answer.header("azure-asyncoperation").map(str::to_owned))
+}
+
+/// Fails if the operation has failed; otherwise the change is still open.
+async fn failed<T>(
+    arm: &Arm,
+    vm: &ResourceId,
+    operation: Option<&str>,
+    what: &str,
+) -> Result<Option<T>, Error> {
+    match operations::failure(arm, operation, (vm.name(), what), until()).await {
+        None => Ok(None),
+        Some(said) => Err(REFUSALS.refused(CHANGE, &said.code, &said.message, 200, None).during(what)),
+    }
 }
 
 fn lun_of(vm: &Vm, disk: &ResourceId) -> Option<u32> {

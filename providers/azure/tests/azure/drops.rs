@@ -7,7 +7,9 @@ use peerpod_provider_api::{IdempotencyKey, OwnedState, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_tests::Dice;
 
-use super::common::{Site, key, placed, request};
+use super::common::{PATIENCE, Site, key, placed, request};
+
+const CREATE: &str = "VirtualMachines_CreateOrUpdate";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_process_makes_one_vm() {
@@ -21,18 +23,26 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
     after.preflight().await.unwrap();
     let mut dice = Dice(0x5eed_1234_abcd_0001);
     let mut keys: Vec<IdempotencyKey> = Vec::new();
+    let (mut unsent, mut on_the_way, mut answered) = (0, 0, 0);
     for number in 0..100 {
         let wish = placed(&*before, &request(&format!("pod-{number}"))).await.unwrap();
         let key = key("crash", number);
         // The instants are before the PUT is sent, while it is answered, while the decision is awaited, and after it.
+        let sent_before = site.cloud.count(Some(CREATE));
         let instant = Duration::from_micros(dice.roll(60_000));
         let answer = tokio::time::timeout(instant, before.create(&wish, &key)).await;
+        match (&answer, site.cloud.count(Some(CREATE)) > sent_before) {
+            (Ok(_), _) => answered += 1,
+            (Err(_), true) => on_the_way += 1,
+            (Err(_), false) => unsent += 1,
+        }
         let again = after.create(&wish, &key).await.unwrap();
         if let Ok(Ok(made)) = answer {
             assert_eq!(made.id, again.id);
         }
         keys.push(key);
     }
+    assert!(unsent > 0 && on_the_way > 10, "{unsent} unsent, {on_the_way} on the way, {answered} answered");
     site.cloud.heal();
     let owned = after.list_owned().await.unwrap();
     for key in &keys {
@@ -54,9 +64,12 @@ async fn a_create_that_azure_refuses_late_is_cleaned_up_by_the_next_process() {
         let (before, wish) = (before.clone(), wish.clone());
         tokio::spawn(async move { before.create(&wish, &key("late", 0)).await })
     };
-    while site.machines().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    let made = async {
+        while site.machines().is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, made).await.unwrap();
     create.abort();
     drop(create.await);
     site.cloud.advance(Duration::from_secs(2));

@@ -37,7 +37,7 @@ async fn each_code_has_its_class_and_remedy_and_leaves_nothing() {
     let quota = "Operation could not be completed as it results in exceeding approved standardDSv5Family Cores quota.";
     let codes = [
         ("OperationNotAllowed", quota, 409, "capacity", "higher quota"),
-        ("QuotaExceeded", "Because.", 400, "capacity", "higher quota"),
+        ("QuotaExceeded", "Because.", 400, "quota", "higher quota"),
         ("AllocationFailed", "Because.", 409, "capacity", "more instance-types or zones"),
         (
             "OverconstrainedZonalAllocationRequest",
@@ -254,7 +254,6 @@ async fn a_create_before_its_deadline_returns_the_id_of_an_undecided_vm() {
     let key = key("open", 0);
     let create = provider.create(&wish, &key);
     let made = peerpod_provider_api::with_deadline(deadline, create).await.unwrap();
-    assert!(tokio::time::Instant::now() < deadline);
     let listed = provider.list_owned().await.unwrap();
     assert_eq!((listed.len(), &listed[0].id, listed[0].state), (1, &made.id, OwnedState::Pending));
 }
@@ -333,4 +332,66 @@ async fn answers_that_make_no_sense_end_in_errors_or_are_left_out() {
         let error = site.provider(&[]).preflight().await.unwrap_err();
         assert!(matches!(error.class(), "transient" | "invalid"), "{error}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_public_address_of_one_pod_goes_although_the_settings_have_none() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    site.cloud.with(|azure, _| azure.keeps_nics = true);
+    let id = once(&provider, &CreateRequest { public_ip: true, ..request("web-0") }, 0).await.unwrap();
+    let publics = || site.cloud.with(|azure, _| azure.public_ips.all().count());
+    assert_eq!(publics(), 1);
+    provider.delete(&id).await.unwrap();
+    provider.delete(&id).await.unwrap();
+    assert_eq!((site.parts().1, publics()), (0, 1), "the interface is gone, its address is left");
+    site.cloud.fail(
+        "PublicIPAddresses_Delete",
+        Fault::refuse(400, "PublicIPAddressCannotBeDeleted", "in use"),
+        1,
+    );
+    provider.preflight().await.unwrap();
+    assert_eq!(publics(), 1, "a refusal is no error of the preflight");
+    provider.preflight().await.unwrap();
+    assert_eq!(publics(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_part_that_cannot_be_deleted_does_not_keep_the_others() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    site.cloud.with(|azure, _| (azure.keeps_nics, azure.keeps_disks) = (true, true));
+    for number in 0..3 {
+        let id = once(&provider, &request(&format!("web-{number}")), number).await.unwrap();
+        provider.delete(&id).await.unwrap();
+    }
+    site.cloud.fail("NetworkInterfaces_Delete", Fault::refuse(409, "ScopeLocked", "locked"), 1);
+    let found = site.provider(&[]).preflight().await.unwrap();
+    assert!(found.warnings.iter().any(|warning| warning.contains("ScopeLocked")), "{:?}", found.warnings);
+    assert_eq!(site.parts(), (0, 1, 0), "one is left");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_whose_name_azure_reserves_for_tags_finds_its_vms() {
+    let site = Site::start().await;
+    let owner =
+        Owner { cluster_id: "azure-prod".to_owned(), node_name: "Windows-1".to_owned(), ..owner("n") };
+    let provider = site.provider_of(owner, &[]);
+    let id = once(&provider, &request("web-0"), 0).await.unwrap();
+    assert_eq!(provider.list_owned().await.unwrap()[0].id, id);
+    provider.delete(&id).await.unwrap();
+    assert!(site.machines().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_that_is_no_quota_of_cores_closes_no_offering() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let disks = "The maximum number of data disks allowed to be attached to a VM of this size is 4.";
+    for (number, (code, message)) in (0..).zip([("SubnetIsFull", "full"), ("OperationNotAllowed", disks)]) {
+        site.cloud.fail(CREATE, Fault::refuse(409, code, message), 1);
+        let error = once(&provider, &request("web-0"), number).await.unwrap_err();
+        says(&error, "quota", &["create of web-0", message.trim_end_matches('.')]);
+    }
+    once(&provider, &request("web-1"), 9).await.unwrap();
 }

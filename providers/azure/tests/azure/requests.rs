@@ -181,3 +181,29 @@ async fn the_console_is_read_from_azures_storage_without_a_token() {
     let error = console.tail(&id, 4).await.unwrap_err();
     assert!(error.to_string().contains("evil.test") && !error.to_string().contains("hush"), "{error}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attach_that_azure_refuses_late_is_an_error() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    let disk = DiskRequest { volume: site.disk("data", "1"), ..DiskRequest::default() };
+    let wish = CreateRequest { zones: vec!["1".to_owned()], ..request("a") };
+    let id = InstanceId::new(create(&provider, &wish, &key("late", 0)).await).unwrap();
+    let link = format!(
+        "{}/subscriptions/{}/providers/Microsoft.Compute/locations/westeurope/operations/1?api-version=2024-07-01",
+        site.cloud.endpoint(),
+        peerpod_test_clouds::azure::SUBSCRIPTION
+    );
+    let accepted = peerpod_test_clouds::Answer::empty(202).header("azure-asyncoperation", link);
+    let error = json!({"code": "AttachDiskWhileBeingDetached", "message": "busy"});
+    let failed = peerpod_test_clouds::Answer::json(200, &json!({"status": "Failed", "error": error}));
+    site.cloud.fail("VirtualMachines_AttachDetachDataDisks", peerpod_test_clouds::Fault::Answer(accepted), 1);
+    site.cloud.fail("Operations_Get", peerpod_test_clouds::Fault::Answer(failed), 1);
+    let volumes = provider.extensions().volumes.unwrap();
+    let error = volumes.attach(&id, &disk).await.unwrap_err();
+    assert!(
+        error.class() == "transient" && error.to_string().contains("AttachDiskWhileBeingDetached"),
+        "{error}"
+    );
+    assert_eq!(volumes.attach(&id, &disk).await, Ok(DiskIdentity::Lun(0)));
+}
