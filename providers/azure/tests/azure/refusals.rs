@@ -395,3 +395,35 @@ async fn a_limit_that_is_no_quota_of_cores_closes_no_offering() {
     }
     once(&provider, &request("web-1"), 9).await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_azure_started_and_could_not_keep_counts_as_refused() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("market", "on-demand")]);
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    let id = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachines/pp-a";
+    for (number, power) in (0..).zip(["deallocated", "running"]) {
+        let statuses = json!([
+            {"code": "ProvisioningState/failed/AllocationFailed", "message": "none left"},
+            {"code": format!("PowerState/{power}")},
+        ]);
+        let view = json!({"provisioningState": "Failed", "instanceView": {"statuses": statuses}});
+        let shown = Answer::json(200, &json!({"id": id, "properties": view}));
+        site.cloud.fail("VirtualMachines_Get", Fault::Answer(shown), 1);
+        let error = provider.create(&wish, &key("started", number)).await.unwrap_err();
+        says(&error, "capacity", &["create of web-0", "AllocationFailed", "none left"]);
+        assert_eq!(site.parts(), (0, 0, 0), "{power}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_vm_goes_although_its_operation_cannot_be_read() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("market", "on-demand")]);
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    site.cloud.fail(CREATE, Fault::refuse_late("", ""), 1);
+    site.cloud.fail("Operations_Get", Fault::refuse(403, "AuthorizationFailed", "no"), 1);
+    let error = provider.create(&wish, &key("unread", 0)).await.unwrap_err();
+    says(&error, "transient", &["create of web-0", "Azure gives no reason"]);
+    assert_eq!(site.parts(), (0, 0, 0));
+}
