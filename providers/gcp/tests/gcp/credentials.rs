@@ -81,12 +81,7 @@ async fn an_ended_token_is_renewed_and_no_call_fails() {
     let wish = placed(&*provider, &request("web-0")).await.unwrap();
     provider.create(&wish, &key("token", 0)).await.unwrap();
     let before = site.cloud.tokens();
-    // A token that is younger than ten seconds is not renewed, because a newer one would be refused, too.
     site.cloud.expire_tokens();
-    let deadline = tokio::time::Instant::now() + super::common::PATIENCE;
-    while provider.list_owned().await.is_err() {
-        assert!(tokio::time::Instant::now() < deadline, "the token was not renewed");
-        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-    }
+    provider.list_owned().await.unwrap();
     assert!(site.cloud.tokens() > before);
 }
