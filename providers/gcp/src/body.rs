@@ -166,7 +166,7 @@ impl Shape<'_> {
         let item = |key: &str, value: &str| json!({"key": key, "value": value});
         json!({"items": [
             item("user-data", &self.request.user_data),
-            // The VM has no logins, although the project may have keys and a console for all of its VMs.
+            // The project may have SSH keys and an interactive console for all of its VMs; ours accept neither.
             item("block-project-ssh-keys", "TRUE"),
             item("serial-port-enable", "FALSE"),
         ]})

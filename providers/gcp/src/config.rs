@@ -87,7 +87,7 @@ pub struct GcpConfig {
     pub prices: Vec<Price>,
     /// The boot disk.
     pub root: RootDisk,
-    /// Labels of the administrator on every VM and its boot disk.
+    /// Labels that the administrator sets on every VM and its boot disk.
     pub tags: BTreeMap<String, String>,
     /// Resource-manager tags on every VM: keys and values as the API names them.
     pub resource_manager_tags: BTreeMap<String, String>,
@@ -331,7 +331,7 @@ fn service_account(section: &mut Reader) -> Option<String> {
     account
 }
 
-/// Reads the labels. Google Cloud accepts no capital letters, and a label is never changed silently.
+/// Reads the labels. Google Cloud accepts no capital letters, and the provider changes no label silently.
 fn tags(section: &mut Reader) -> BTreeMap<String, String> {
     let tags = settings::tags(section, "labels on VMs and their boot disks, as key=value", &ALPHABET);
     for (key, value) in &tags {

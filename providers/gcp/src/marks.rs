@@ -1,4 +1,4 @@
-//! Marks of VMs. Labels hold hashes, by which the cloud selects; the description holds the exact words, as JSON, because
+//! Marks of VMs. Labels hold hashes, by which the cloud selects; the description holds the exact values, as JSON, because
 //! labels accept neither dots nor capital letters nor more than 63 characters. Pure.
 
 use std::collections::BTreeMap;
