@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use crate::client::Call;
 use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
+use crate::links::VmId;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
 use crate::vms::{self, Vm, VmState};
 
@@ -49,7 +50,14 @@ impl Launch<'_> {
             Err(failure) => return Err(self.refused(failure).await),
         };
         let seen = self.seen(counted.made, count).await?;
-        self.conclude(&seen, counted, count)
+        if counted.made == Some(0) {
+            // A list may still show them.
+            for name in names {
+                let vm = VmId { zone: zone.clone(), name };
+                self.gcp.deleted.accepted(&vm, Instant::now());
+            }
+        }
+        self.conclude(&seen, counted, count).await
     }
 
     /// Waits for the end of the operation, or of the caller's time. A repeated call gets the same operation.
@@ -93,7 +101,7 @@ impl Launch<'_> {
         Ok(latest.into_inner())
     }
 
-    fn conclude(&self, seen: &[Vm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
+    async fn conclude(&self, seen: &[Vm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
         for vm in seen {
             self.check_marks(vm)?;
         }
@@ -107,23 +115,22 @@ impl Launch<'_> {
         let lives = seen.iter().filter(|vm| vm.state.lives());
         let made: Vec<Created> = lives.map(|vm| self.created(&vm.id, Some(vm))).collect::<Result<_, _>>()?;
         match made.len() {
-            0 => Err(self.rest(counted, count)),
-            some => {
-                Ok(CreatedMany { rest: (some < count as usize).then(|| self.rest(counted, count)), made })
-            }
+            0 => Err(self.rest(counted, count).await),
+            all if all >= count as usize => Ok(CreatedMany { made, rest: None }),
+            _ => Ok(CreatedMany { made, rest: Some(self.rest(counted, count).await) }),
         }
     }
 
     /// Returns the reason why there are fewer VMs than asked for.
-    fn rest(&self, counted: Counted, count: u32) -> Error {
+    async fn rest(&self, counted: Counted, count: u32) -> Error {
         match (counted.refused, counted.made) {
-            (Some((said, status)), _) => self.refused_later("instances.bulkInsert", &said, status),
+            (Some((said, status)), _) => self.refused_later("instances.bulkInsert", &said, status).await,
             // Google gives no reason for VMs that it could not make, if it made some.
             (None, Some(made)) if made < count as usize => {
                 let why = format!("{made} of {count} VMs");
                 let remedy = REFUSALS.remedy("instances.bulkInsert", "STOCKOUT", "", 400);
                 let text = format!("{}: Google had capacity for {why} only; {remedy}", self.what());
-                self.exhausted(&why, Error::capacity("", text))
+                self.exhausted(&why, "", Error::capacity("", text))
             }
             (None, _) => self.gone(),
         }
@@ -140,6 +147,13 @@ fn names_of(owner: &Owner, key: &IdempotencyKey, count: u32) -> Vec<String> {
     let mut names: Vec<String> = (0..count).map(name).collect();
     names.sort();
     names
+}
+
+/// Whether an operation failed, also among other reasons, because VMs have its names.
+fn has_earlier(operation: &Value) -> bool {
+    let each = read::list(operation, "/error/errors").iter();
+    each.filter_map(|one| read::text(one, "/code"))
+        .any(|code| is_of_an_earlier(&Said { code: code.to_owned(), message: String::new() }))
 }
 
 /// Reads an operation that has ended, or has made all of its VMs; `None`: neither.
@@ -160,9 +174,11 @@ fn counted(operation: &Value) -> Option<Counted> {
     if !is_done(operation) && !zones.is_some_and(is_complete) {
         return None;
     }
+    let made = zones.map(|zones| zones.values().map(of_zone).fold(0, usize::saturating_add));
     Some(Counted {
         is_open: false,
-        made: zones.map(|zones| zones.values().map(of_zone).fold(0, usize::saturating_add)),
+        // Google has forgotten the id. It does not count the VMs of the first call, which have the names.
+        made: made.filter(|_| !has_earlier(operation)),
         refused: said_of_operation(operation)
             .filter(|said| !is_of_an_earlier(said))
             .map(|said| (said, status_of_operation(operation))),
@@ -207,7 +223,11 @@ mod tests {
         let none = counted(&operation).unwrap();
         assert_eq!((none.made, none.refused.unwrap().0.code.as_str()), (Some(0), "VM_MIN_COUNT_NOT_REACHED"));
         operation["error"] = json!({"errors": [{"code": "RESOURCE_ALREADY_EXISTS", "message": "x"}]});
-        assert!(counted(&operation).unwrap().refused.is_none(), "an earlier call made them");
+        let earlier = counted(&operation).unwrap();
+        assert!(earlier.refused.is_none() && earlier.made.is_none(), "an earlier call made them");
+        let errors = operation["error"]["errors"].as_array_mut().unwrap();
+        errors.insert(0, json!({"code": "STOCKOUT", "message": "none"}));
+        assert!(counted(&operation).unwrap().made.is_none());
         assert!(counted(&json!({"status": "DONE"})).unwrap().made.is_none());
     }
 }

@@ -19,11 +19,13 @@ const VERSION: [&str; 2] = ["compute", "v1"];
 /// Items of a page; the API gives no more.
 const PAGE: &str = "500";
 
-/// Returns the limits of a project, as Google publishes them: groups of methods, counted by the minute of the clock.
+/// Returns the limits of a project, as Google publishes them: groups of methods, counted by the minute of the clock. A
+/// bulk insert has limits of its own: a refusal for those in progress stands for less than a minute.
 pub(crate) fn table() -> Table {
     let group = || BucketLimits::per_minute(1500);
     Table::new(group())
-        .with("mutate", &["instances.insert", "instances.bulkInsert", "instances.delete"], group())
+        .with("mutate", &["instances.insert", "instances.delete"], group())
+        .with("bulk", &["instances.bulkInsert"], BucketLimits { at_once: 10, ..BucketLimits::new(20.0, 20) })
         .with("disks", &["instances.attachDisk", "instances.detachDisk"], group())
         .with("operations", &["zoneOperations.*"], group())
         .with("list", &["instances.list", "instances.aggregatedList", "machineTypes.list"], group())
@@ -144,5 +146,18 @@ impl Compute {
             return Err(Error::transient(text).into());
         }
         Ok(body)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bulk_insert_does_not_wait_for_the_next_minute_with_the_inserts() {
+        let table = table();
+        let (bulk, limits) = table.bucket("instances.bulkInsert");
+        let (one, minute) = table.bucket("instances.insert");
+        assert!(bulk != one && minute.by_minute && !limits.by_minute, "{bulk} {one}");
     }
 }

@@ -10,8 +10,12 @@
 
 use std::time::Duration;
 
-use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Owner};
-use peerpod_provider_cloud::{Meaning, Offering, names};
+use parking_lot::Mutex;
+use peerpod_provider_api::{
+    CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market, Owner,
+};
+use peerpod_provider_cloud::exhausted::Scope;
+use peerpod_provider_cloud::{MachineType, Meaning, Offering, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -20,15 +24,22 @@ use crate::Gcp;
 use crate::body::{DataDisk, Shape};
 use crate::client::Call;
 use crate::facts::ImageFacts;
-use crate::links::VmId;
+use crate::links::{self, VmId};
 use crate::provider::Connected;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
 use crate::vms::{Vm, VmState, is_missing};
 
-/// Time after a call for which Google may not show a VM whose operation has ended.
+/// Time for which Google may not show a VM whose operation has ended.
 const UNSEEN: Duration = Duration::from_secs(10);
+/// Shortest and longest pause before another attempt after a late refusal that has nothing to do with the offering.
+const PAUSE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(6));
 /// Time for which an offering is not tried again after a lack of quota. Quotas change more slowly than capacity.
 const QUOTA_STANDS: Duration = Duration::from_secs(600);
+
+/// Quotas that all families of machine types share.
+const OF_ALL_FAMILIES: [&str; 4] = ["CPUS_ALL_REGIONS", "'INSTANCES'", "_GB'", "IN_USE_ADDRESSES"];
+/// Beginning of the codes for a subnetwork without free addresses.
+const NO_ADDRESS: &str = "IP_SPACE_EXHAUSTED";
 
 /// Create that is ready to be sent.
 pub(crate) struct Launch<'l> {
@@ -49,9 +60,26 @@ enum Seen {
     Gone,
 }
 
-/// Returns the decision on a VM that Google does not show although its operation has ended.
-fn gone_after(since: Instant) -> Decision<Seen> {
-    if since.elapsed() < UNSEEN { Decision::Open } else { Decision::Made(Seen::Gone) }
+/// Time of the first look that missed a VM whose operation has ended.
+#[derive(Default)]
+struct Missed(Mutex<Option<Instant>>);
+
+impl Missed {
+    /// Returns the decision on a VM that a look misses although its operation has ended.
+    fn again(&self, now: Instant) -> Decision<Seen> {
+        let since = *self.0.lock().get_or_insert(now);
+        if now.saturating_duration_since(since) < UNSEEN {
+            Decision::Open
+        } else {
+            Decision::Made(Seen::Gone)
+        }
+    }
+}
+
+/// Returns the pause of an attempt. Attempts that failed at once are repeated at different times.
+fn pause_of(key: &IdempotencyKey) -> Duration {
+    let part = names::digest(&[key.as_str(), "pause"]).first().copied().unwrap_or_default();
+    PAUSE.0 + (PAUSE.1 - PAUSE.0).mul_f64(f64::from(part) / 256.0)
 }
 
 /// Returns the `requestId` of a call: a UUID that follows from owner, key and kind of call.
@@ -76,12 +104,16 @@ impl Launch<'_> {
             Err(failure) if matches!(failure.error, Error::KeyReused { .. }) => None,
             Err(failure) => return Err(self.refused(failure).await),
         };
-        let (end, since) = (end_of_wait(self.until), Instant::now());
-        let decided = decide(&self.gcp.decisions, end, || self.look(&vm, operation.as_ref(), since)).await;
+        let (end, missed) = (end_of_wait(self.until), Missed::default());
+        let decided = decide(&self.gcp.decisions, end, || self.look(&vm, operation.as_ref(), &missed)).await;
         match decided.map_err(|failure| failure.error)? {
             Decision::Made(Seen::Vm(seen)) => self.created(&vm, Some(&seen)),
             Decision::Made(Seen::Gone) => Err(self.gone()),
-            Decision::Refused(said) => Err(self.refused_later("instances.insert", &said, 400)),
+            Decision::Refused(said) => {
+                // A list may still show it.
+                self.gcp.deleted.accepted(&vm, Instant::now());
+                Err(self.refused_later("instances.insert", &said, 400).await)
+            }
             // The id is known; a later refusal is `NotFound` of `addresses`.
             Decision::Open => self.created(&vm, None),
         }
@@ -107,12 +139,12 @@ impl Launch<'_> {
         format!("create of {}", self.request.name)
     }
 
-    /// Looks whether Google has decided on the VM, which was asked for at the time `since`.
+    /// Looks whether Google has decided on the VM.
     async fn look(
         &self,
         vm: &VmId,
         operation: Option<&Value>,
-        since: Instant,
+        missed: &Missed,
     ) -> Result<Decision<Seen>, Failure> {
         let what = self.what();
         let refused = operation.filter(|one| is_done(one)).and_then(said_of_operation);
@@ -133,20 +165,20 @@ impl Launch<'_> {
         }
         let operation = operation.filter(|_| !has_earlier);
         let Some(name) = operation.and_then(|one| read::text(one, "/name")) else {
-            return Ok(gone_after(since));
+            return Ok(missed.again(Instant::now()));
         };
         let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
         let latest = match self.connected.compute.operation(call, &vm.zone, name).await {
             Ok(latest) => latest,
             // Google forgets operations after some days.
-            Err(failure) if is_missing(&failure) => return Ok(gone_after(since)),
+            Err(failure) if is_missing(&failure) => return Ok(missed.again(Instant::now())),
             Err(failure) => return Err(failure),
         };
         Ok(match said_of_operation(&latest) {
             _ if !is_done(&latest) => Decision::Open,
             Some(said) if !is_of_an_earlier(&said) => Decision::Refused(said),
             // Also a VM that Google does not show yet.
-            _ => gone_after(since),
+            _ => missed.again(Instant::now()),
         })
     }
 
@@ -170,10 +202,11 @@ impl Launch<'_> {
 
     /// Returns the error of a call that Google refused at once.
     pub(crate) async fn refused(&self, failure: Failure) -> Error {
-        let code = failure.code().to_owned();
+        let (code, message) = (failure.code().to_owned(), failure.message().to_owned());
         match &failure.error {
-            Error::Capacity { .. } => return self.exhausted(&code, failure.error),
-            Error::Quota { .. } => self.gcp.planner.exhausted_for(self.offering, &code, QUOTA_STANDS),
+            Error::Capacity { .. } | Error::Quota { .. } => {
+                return self.exhausted(&code, &message, failure.error);
+            }
             // The cached facts may be out of date; the next create loads them again.
             Error::Invalid { .. } if code == "notFound" => self.gcp.facts.forget().await,
             _ => {}
@@ -182,31 +215,76 @@ impl Launch<'_> {
     }
 
     /// Returns the error of a call that Google accepted and refused later.
-    pub(crate) fn refused_later(&self, action: &str, said: &Said, status: u16) -> Error {
+    pub(crate) async fn refused_later(&self, action: &str, said: &Said, status: u16) -> Error {
         let Said { code, message } = said;
         let error = REFUSALS.refused(action, code, message, status, None).during(self.what());
         match error {
-            Error::Capacity { .. } => self.exhausted(code, error),
-            Error::Quota { .. } => {
-                self.gcp.planner.exhausted_for(self.offering, code, QUOTA_STANDS);
-                error
+            Error::Capacity { .. } | Error::Quota { .. } => self.exhausted(code, message, error),
+            // A refused operation has no effect. The same call would get the same operation again, and the next attempt
+            // follows at once.
+            Error::Transient { text } | Error::Throttled { text, .. } => {
+                let end = Instant::now() + pause_of(self.key);
+                tokio::time::sleep_until(end.min(end_of_wait(self.until))).await;
+                self.spent(text)
             }
-            // A refused operation has no effect. The same call would get the same operation again.
-            Error::Transient { text } | Error::Throttled { text, .. } => self.spent(text),
             error => error,
         }
     }
 
-    /// Marks the offering; returns the error with Google's words and the remedy.
-    pub(crate) fn exhausted(&self, code: &str, error: Error) -> Error {
-        self.gcp.planner.exhausted(self.offering, code);
-        let tried = [(self.offering.clone(), code.to_owned())];
-        match (self.gcp.planner.capacity_error(&self.request.name, &tried), error) {
-            (Error::Capacity { offering, rejected, .. }, Error::Capacity { text, .. }) => {
-                Error::Capacity { offering, rejected, text }
+    /// Marks what has no capacity or quota left; returns the error with Google's words and the remedy. It is a lack of
+    /// capacity while another offering is left: a quota says nothing about another family or market.
+    pub(crate) fn exhausted(&self, code: &str, message: &str, error: Error) -> Error {
+        let planner = &self.gcp.planner;
+        let (text, is_quota) = match error {
+            Error::Capacity { text, .. } => (text, false),
+            // All offerings have these addresses.
+            Error::Quota { text } if code.starts_with(NO_ADDRESS) => return Error::Quota { text },
+            Error::Quota { text } => (text, true),
+            error => return error,
+        };
+        if is_quota {
+            for scope in self.scopes(message) {
+                planner.exhausted_for(scope, code, QUOTA_STANDS);
             }
-            (_, error) => error,
+        } else {
+            planner.exhausted(self.offering, code);
         }
+        if is_quota && !self.has_another() {
+            return Error::Quota { text };
+        }
+        match planner.capacity_error(&self.request.name, &[(self.offering.clone(), code.to_owned())]) {
+            Error::Capacity { offering, rejected, .. } => Error::Capacity { offering, rejected, text },
+            other => other,
+        }
+    }
+
+    /// Returns the offerings that a refusal by a quota concerns. Quotas are those of the region.
+    fn scopes(&self, message: &str) -> Vec<Scope> {
+        if message.contains("PREEMPTIBLE_") {
+            return vec![Scope::Market(Market::Spot)];
+        }
+        let market = self.offering.market;
+        if OF_ALL_FAMILIES.iter().any(|metric| message.contains(metric)) {
+            return vec![Scope::Market(market)];
+        }
+        let family = links::family(&self.offering.machine);
+        let catalogue = self.gcp.planner.catalogue();
+        let is_same = |one: &&MachineType| links::family(&one.name) == family;
+        let types = catalogue.types.iter().filter(is_same);
+        let everywhere = types.flat_map(|one| {
+            catalogue.places.iter().map(|place| Scope::Offering(market, one.name.clone(), place.zone.clone()))
+        });
+        everywhere.collect()
+    }
+
+    /// Whether an offering is left for the request.
+    fn has_another(&self) -> bool {
+        let mut wanted = CreateRequest { user_data: String::new(), ..self.request.clone() };
+        // The disk of a zone holds the VM there.
+        if self.disks.iter().any(|one| !one.disk.is_regional) {
+            wanted.zones = vec![self.offering.zone.clone()];
+        }
+        self.gcp.planner.place(&wanted, 1).is_ok()
     }
 
     /// Returns the error for an attempt whose `requestId` is used up: only another attempt, with another key, helps.
@@ -223,9 +301,6 @@ impl Launch<'_> {
     pub(crate) fn created(&self, vm: &VmId, seen: Option<&Vm>) -> Result<Created, Error> {
         let id = vm.id().ok_or_else(|| Error::transient(format!("{}: its name is no id", self.what())))?;
         self.gcp.recent.made(&id, self.key, &self.request.name, Instant::now());
-        if seen.is_some() {
-            self.gcp.recent.seen(&id);
-        }
         Ok(self.answer(id, seen))
     }
 
@@ -268,6 +343,22 @@ pub(crate) fn failure_of(action: &str, what: &str, operation: &Value) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_vm_may_be_missed_for_a_time_from_the_first_look_after_the_end_of_its_operation() {
+        let (missed, now) = (Missed::default(), Instant::now() + UNSEEN * 3);
+        assert!(matches!(missed.again(now), Decision::Open), "the operation has only now ended");
+        assert!(matches!(missed.again(now + UNSEEN / 2), Decision::Open));
+        assert!(matches!(missed.again(now + UNSEEN), Decision::Made(Seen::Gone)));
+    }
+
+    #[test]
+    fn attempts_that_failed_together_pause_for_different_times() {
+        let pauses: std::collections::BTreeSet<Duration> =
+            (0..500).map(|attempt| pause_of(&IdempotencyKey::derive("c", "s", attempt))).collect();
+        assert!(pauses.len() > 100, "{}", pauses.len());
+        assert!(pauses.iter().all(|pause| (PAUSE.0..PAUSE.1).contains(pause)), "{pauses:?}");
+    }
 
     #[test]
     fn a_request_id_follows_from_owner_key_and_call() {

@@ -246,8 +246,7 @@ fn machine(body: &Value) -> Option<MachineType> {
 /// Returns the technologies of a machine type by its family, because the API does not name them ("Confidential VM
 /// supported configurations").
 fn technologies(name: &str) -> Vec<Confidential> {
-    let family = name.split('-').next().unwrap_or_default();
-    match family {
+    match links::family(name) {
         "n2d" => vec![Confidential::Sev, Confidential::SevSnp],
         "c2d" | "c3d" | "c4d" => vec![Confidential::Sev],
         "c3" if name.starts_with("c3-standard-") && !name.ends_with("-lssd") => vec![Confidential::Tdx],

@@ -30,6 +30,11 @@ pub(crate) fn region_of(zone: &str) -> &str {
     zone.rsplit_once('-').map_or(zone, |(region, _)| region)
 }
 
+/// Returns the family of a machine type: `n2d` for `n2d-standard-2`.
+pub(crate) fn family(machine: &str) -> &str {
+    machine.split('-').next().unwrap_or_default()
+}
+
 /// Returns the last part of a link: the name of its resource.
 pub(crate) fn last(link: &str) -> &str {
     link.rsplit('/').next().unwrap_or_default()

@@ -16,7 +16,8 @@ use crate::facts::Facts;
 use crate::vms;
 
 /// Quotas of a region that a VM needs.
-const QUOTAS: [&str; 4] = ["CPUS", "INSTANCES", "PREEMPTIBLE_CPUS", "IN_USE_ADDRESSES"];
+const QUOTAS: [&str; 6] =
+    ["CPUS", "N2D_CPUS", "C3_CPUS", "INSTANCES", "PREEMPTIBLE_CPUS", "IN_USE_ADDRESSES"];
 /// Part of a quota that is in use when a warning names it, in percent.
 const NEARLY: u64 = 90;
 

@@ -27,6 +27,9 @@ const IMAGE: &str = "set image to one that exists and that this identity may use
 const NETWORK: &str = "set network and subnetwork to those of the project and the region of zones";
 const TYPES: &str = "allow instance-types that exist in these zones, or give other zones";
 const ADDRESSES: &str = "give a larger subnetwork, or delete VMs in it";
+const ACT_AS: &str =
+    "give this identity iam.serviceAccounts.actAs on the account of service-account, or clear that setting";
+const POLICY: &str = "the organisation policy in this message forbids the VM; correct the setting that it names, or exempt the project";
 const BUSY: &str = "end the pod or VM that uses the disk; it is tried again";
 
 const ROWS: &[Row] = &[
@@ -37,6 +40,9 @@ const ROWS: &[Row] = &[
     Row::code("quotaExceeded", Throttled).with("oncurrent operations"),
     Row::code("RESOURCE_OPERATION_RATE_EXCEEDED", Throttled),
     Row::code("operationRateExceeded", Throttled),
+    // Other causes have the same codes, such as `conditionNotMet`.
+    Row::code("*", Invalid).with("onstraint constraints/").remedy(POLICY),
+    Row::code("insufficientCapacity", Capacity),
     Row::code("ZONE_RESOURCE_POOL_EXHAUSTED", Capacity),
     Row::code("ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS", Capacity),
     Row::code("RESOURCE_POOL_EXHAUSTED", Capacity),
@@ -54,6 +60,7 @@ const ROWS: &[Row] = &[
     Row::code("SERVICE_DISABLED", Auth).remedy(ENABLE),
     Row::code("accessNotConfigured", Auth).remedy(ENABLE),
     Row::code("BILLING_DISABLED", Auth).remedy("enable billing of the project"),
+    Row::code("SERVICE_ACCOUNT_ACCESS_DENIED", Auth).remedy(ACT_AS),
     Row::code("forbidden", Auth).remedy(ROLE),
     Row::code("insufficientPermissions", Auth).remedy(ROLE),
     Row::code("PERMISSIONS_ERROR", Auth).remedy(ROLE),
@@ -68,6 +75,7 @@ const ROWS: &[Row] = &[
     Row::code("notFound", NotFound).with("/disks/"),
     Row::code("RESOURCE_NOT_FOUND", NotFound).with("/disks/"),
     Row::code("notFound", NotFound).with("/operations/"),
+    Row::code("*", NotFound).with("No attached disk found"),
     Row::code("*", Invalid).with("/images/*' was not found").remedy(IMAGE),
     Row::code("*", Invalid).with("/networks/*' was not found").remedy(NETWORK),
     Row::code("*", Invalid).with("/subnetworks/*' was not found").remedy(NETWORK),
@@ -155,8 +163,10 @@ fn telling(codes: &[&str], message: &str) -> String {
 
 /// Returns a message without the values of metadata, which it may quote: user-data has a ticket.
 fn plain(message: &str) -> String {
-    match message.split_once("metadata.items") {
-        Some((before, _)) => format!("{before}metadata.items (the rest of the message may quote user-data)"),
+    const FIELD: &str = "metadata";
+    let place = message.to_ascii_lowercase().find(FIELD);
+    match place.and_then(|place| message.get(..place + FIELD.len())) {
+        Some(before) => format!("{before} (the rest of the message may quote user-data)"),
         None => message.to_owned(),
     }
 }

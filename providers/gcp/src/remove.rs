@@ -72,13 +72,14 @@ pub(crate) async fn delete(gcp: &Gcp, id: &InstanceId) -> Result<(), Error> {
     if is_going {
         return Ok(());
     }
+    // Google has shown it. A repeated call need not wait for it when this one is dropped.
+    gcp.recent.seen(id);
     let call = Call::new("instances.delete", id.as_str(), &what);
     match connected.compute.delete(call, &vm).await {
         Ok(_) => gcp.deleted.accepted(&vm, Instant::now()),
         Err(failure) if is_missing(&failure) => gcp.deleted.gone(&vm),
         Err(failure) => return Err(failure.into()),
     }
-    gcp.recent.seen(id);
     Ok(())
 }
 

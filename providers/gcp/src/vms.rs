@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, IdempotencyKey, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
+use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{Lookup, Marks, Window};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
@@ -93,7 +94,7 @@ impl Vm {
             is_nvme: read::text(body, "/disks/0/interface") == Some("NVME"),
             marks: read::text(body, "/description").map(marks::read).unwrap_or_default(),
             created: read::time(body, "/creationTimestamp"),
-            reason: read::text(body, "/statusMessage").map(str::to_owned),
+            reason: read::text(body, "/statusMessage").map(clip),
             id,
         })
     }
@@ -156,7 +157,7 @@ async fn by_ids(
     let each = zones.into_iter().map(|(zone, wanted)| async move {
         let mut found: HashMap<String, Vm> = HashMap::new();
         if wanted.len() > FEW {
-            let listed = in_zone(compute, &zone, &marks::filter(owner), what, until).await?;
+            let listed = in_zone(compute, &zone, (owner, &marks::filter(owner)), what, until).await?;
             found.extend(listed.into_iter().map(|vm| (vm.id.to_string(), vm)));
         }
         let missing = wanted.into_iter().filter(|id| !found.contains_key(&id.to_string()));
@@ -194,11 +195,11 @@ pub(crate) fn is_missing(failure: &Failure) -> bool {
     matches!(failure.error, Error::NotFound { .. })
 }
 
-/// Returns the VMs of a zone that a filter selects, from all pages.
+/// Returns the VMs of this owner in a zone that a filter selects, from all pages.
 pub(crate) async fn in_zone(
     compute: &Compute,
     zone: &str,
-    filter: &str,
+    (owner, filter): (&Owner, &str),
     what: &str,
     until: Instant,
 ) -> Result<Vec<Vm>, Failure> {
@@ -207,7 +208,8 @@ pub(crate) async fn in_zone(
     let path = compute.own(&format!("zones/{zone}/instances"));
     compute
         .pages(call, &path, &[("filter", filter)], |page| {
-            found.extend(read::list(page, "/items").iter().filter_map(Vm::of));
+            let ours = read::list(page, "/items").iter().filter_map(Vm::of);
+            found.extend(ours.filter(|vm| vm.marks.are_of(owner)));
             Ok(())
         })
         .await?;
@@ -223,8 +225,8 @@ pub(crate) async fn by_key(
     what: &str,
     until: Instant,
 ) -> Result<Vec<Vm>, Failure> {
-    let mut found = in_zone(compute, zone, &marks::filter_by_key(owner, key), what, until).await?;
-    found.retain(|vm| vm.marks.are_of(owner) && vm.marks.key.as_ref() == Some(key));
+    let mut found = in_zone(compute, zone, (owner, &marks::filter_by_key(owner, key)), what, until).await?;
+    found.retain(|vm| vm.marks.key.as_ref() == Some(key));
     found.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(found)
 }
@@ -247,12 +249,12 @@ pub(crate) async fn all_of(
             whole(page, region)?;
             let zones = page.get("items").and_then(Value::as_object).into_iter().flatten();
             for (_, zone) in zones {
-                found.extend(read::list(zone, "/instances").iter().filter_map(Vm::of));
+                let ours = read::list(zone, "/instances").iter().filter_map(Vm::of);
+                found.extend(ours.filter(|vm| vm.marks.are_of(owner)));
             }
             Ok(())
         })
         .await?;
-    found.retain(|vm| vm.marks.are_of(owner));
     Ok(found)
 }
 

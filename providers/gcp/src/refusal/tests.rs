@@ -56,6 +56,15 @@ fn a_code_gives_the_class_and_the_text_gives_cause_and_remedy() {
         ("resourceInUseByAnotherResource", 400, "is already being used".to_owned(), "transient", "uses the disk"),
         ("resourceNotReady", 400, "is not ready".to_owned(), "transient", "tried again"),
         ("conditionNotMet", 412, "fingerprint".to_owned(), "transient", "tried again"),
+        (
+            "conditionNotMet",
+            412,
+            "Constraint constraints/compute.requireShieldedVm violated for project p-1.".to_owned(),
+            "invalid",
+            "organisation policy",
+        ),
+        ("insufficientCapacity", 503, "no more".to_owned(), "capacity", "more instance-types or zones"),
+        ("invalid", 400, "No attached disk found with device name 'x'".to_owned(), "not_found", ""),
         ("backendError", 503, "Backend Error".to_owned(), "transient", "tried again"),
         ("somethingNew", 429, "slow".to_owned(), "throttled", "next minute"),
         ("somethingNew", 502, "bad".to_owned(), "transient", "tried again"),
@@ -98,6 +107,7 @@ fn an_operation_has_many_errors_and_the_telling_one_counts() {
         (&["RESOURCE_NOT_READY"], "transient"),
         (&["INTERNAL_ERROR"], "transient"),
         (&["PERMISSIONS_ERROR"], "auth"),
+        (&["SERVICE_ACCOUNT_ACCESS_DENIED"], "auth"),
         (&["RESOURCE_OPERATION_RATE_EXCEEDED"], "throttled"),
         (&["UNSUPPORTED_OPERATION"], "invalid"),
     ] {
@@ -113,10 +123,17 @@ fn an_operation_has_many_errors_and_the_telling_one_counts() {
 
 #[test]
 fn a_message_that_quotes_user_data_is_cut() {
-    let message =
-        "Invalid value for field 'resource.metadata.items[0].value': 'the ticket'. Metadata value too long.";
-    let text = refused(400, &answer("invalid", message, 400)).to_string();
-    assert!(!text.contains("ticket") && text.contains("resource.metadata.items"), "{text}");
-    let operation = json!({"error": {"errors": [{"code": "INVALID_FIELD_VALUE", "message": message}]}});
-    assert!(!said_of_operation(&operation).unwrap().message.contains("ticket"));
+    for field in [
+        "resource.metadata.items[0].value",
+        "resource.metadata",
+        "instanceProperties.metadata",
+        "resource.Metadata",
+    ] {
+        let message = format!("Invalid value for field '{field}': 'the ticket'. The value is too long.");
+        let text = refused(400, &answer("invalid", &message, 400)).to_string();
+        let before = field.split_once('.').unwrap().0;
+        assert!(!text.contains("ticket") && text.contains(before), "{text}");
+        let operation = json!({"error": {"errors": [{"code": "INVALID_FIELD_VALUE", "message": message}]}});
+        assert!(!said_of_operation(&operation).unwrap().message.contains("ticket"));
+    }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use peerpod_provider_api::{CreateRequest, Error, Market, Provider};
+use peerpod_provider_api::{CreateRequest, Error, Market, OwnedState, Provider};
 use peerpod_test_clouds::gcp::ZONES;
 use peerpod_test_clouds::{Answer, Fault};
 use serde_json::json;
@@ -38,7 +38,7 @@ async fn errors_of_capacity_quotas_rights_and_names_give_a_remedy() {
         ("somethingNew", 500, "transient", "tried again"),
     ];
     for (number, (code, status, class, remedy)) in (0..).zip(refusals) {
-        let provider = site.provider(&[]);
+        let provider = site.provider(&[("market", "on-demand")]);
         let wish = placed(&*provider, &request("web-0")).await.unwrap();
         // A throttled call is repeated in the next minute; its caller does not wait so long.
         site.cloud.fail("compute.instances.insert", Fault::refuse(status, code, "Because."), 1000);
@@ -72,14 +72,16 @@ async fn a_late_refusal_has_the_class_of_an_early_one_and_leaves_nothing() {
         ("RESOURCE_NOT_READY", "capacity", "another attempt is needed"),
     ];
     for (number, (code, class, remedy)) in (0..).zip(refusals) {
-        let provider = site.provider(&[]);
+        let provider = site.provider(&[("market", "on-demand")]);
         let wish = placed(&*provider, &request("web-0")).await.unwrap();
         site.cloud.fail("compute.instances.insert", Fault::refuse_late(code, "Because."), 1);
         let key = key("late", number);
-        let error = provider.create(&wish, &key).await.unwrap_err();
+        let create = async || within(Duration::from_secs(2), provider.create(&wish, &key)).await;
+        let error = create().await.unwrap_err();
         says(&error, class, &["create of web-0", code, "Because", remedy]);
         // The same call gets the same answer, also from another process.
-        let again = site.provider(&[]).create(&wish, &key).await.unwrap_err();
+        let other = site.provider(&[("market", "on-demand")]);
+        let again = within(Duration::from_secs(2), other.create(&wish, &key)).await.unwrap_err();
         says(&again, class, &[code]);
         assert!(provider.list_owned().await.unwrap().is_empty(), "{code}");
     }
@@ -117,6 +119,63 @@ async fn spot_falls_back_to_on_demand() {
     assert_eq!(vm["scheduling"]["provisioningModel"], "STANDARD");
     let spot = CreateRequest { market: Some(Market::Spot), ..request("web-1") };
     assert_eq!(provider.place(&spot).await.unwrap_err().class(), "capacity");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_quota_ends_a_pod_only_when_no_offering_is_left() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("instance-types", "n2d-standard-2,e2-standard-2")]);
+    let quota = |metric: &str| format!("Quota '{metric}' exceeded.  Limit: 0.0 in region europe-west4.");
+    let refusals = [
+        // No spot VM in any zone, and then none of one family.
+        Fault::refuse(403, "quotaExceeded", &quota("PREEMPTIBLE_CPUS")),
+        Fault::refuse_late("QUOTA_EXCEEDED", &quota("CPUS")),
+    ];
+    let mut tried = Vec::new();
+    for (number, refusal) in (0..).zip(refusals) {
+        let wish = placed(&*provider, &request("web-0")).await.unwrap();
+        site.cloud.fail("compute.instances.insert", refusal, 1);
+        let error = provider.create(&wish, &key("quota", number)).await.unwrap_err();
+        says(&error, "capacity", &["ask for a higher quota"]);
+        tried.push(wish.placement.unwrap().as_str().to_owned());
+    }
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    let made = provider.create(&wish, &key("quota", 2)).await.unwrap();
+    let vm = site.vm(made.id.as_str()).unwrap();
+    assert_eq!(vm["scheduling"]["provisioningModel"], "STANDARD");
+    let machine = vm["machineType"].as_str().unwrap().rsplit('/').next().unwrap();
+    assert!(!tried[1].contains(machine), "{machine} is of the refused family: {tried:?}");
+    let wish = placed(&*provider, &request("web-1")).await.unwrap();
+    site.cloud.fail("compute.instances.insert", Fault::refuse_late("QUOTA_EXCEEDED", &quota("CPUS")), 1);
+    let error = provider.create(&wish, &key("quota", 3)).await.unwrap_err();
+    says(&error, "quota", &["create of web-1", "ask for a higher quota"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_google_refused_late_is_no_vm_of_a_stale_list() {
+    let site = Site::start().await;
+    site.cloud.set_times(Duration::from_secs(1), Duration::ZERO);
+    let provider = site.provider(&[]);
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    site.cloud.fail("compute.instances.insert", Fault::refuse_late("STOCKOUT", "Because."), 1);
+    let error = provider.create(&wish, &key("stale", 0)).await.unwrap_err();
+    says(&error, "capacity", &["STOCKOUT"]);
+    // The list has the VM's beginning, and misses its end.
+    site.cloud.stop_time();
+    site.cloud.set_lag(Duration::from_secs(600));
+    site.cloud.advance(Duration::from_secs(599));
+    let listed = provider.list_owned().await.unwrap();
+    assert!(listed.len() == 1 && listed[0].state == OwnedState::Deleting, "{listed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stale_list_does_not_lack_a_vm_that_was_made() {
+    let site = Site::start().await;
+    let provider = site.provider(&[]);
+    site.cloud.set_lag(Duration::from_secs(600));
+    let wish = placed(&*provider, &request("web-0")).await.unwrap();
+    let made = provider.create(&wish, &key("lag", 0)).await.unwrap();
+    assert_eq!(provider.list_owned().await.unwrap()[0].id, made.id);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -223,6 +282,40 @@ async fn a_batch_without_capacity_for_all_says_so_and_a_repeated_call_makes_no_m
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_batch_that_google_refuses_at_once_is_a_lack_of_capacity_and_marks_its_offering() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("market", "on-demand")]);
+    let batch = provider.extensions().batch.unwrap();
+    let wish = placed(&*provider, &request("batch")).await.unwrap();
+    site.cloud.fail(
+        "compute.instances.bulkInsert",
+        Fault::refuse(503, "insufficientCapacity", "Because."),
+        1,
+    );
+    let error = batch.create_many(&wish, 5.try_into().unwrap(), &key("at-once", 0)).await.unwrap_err();
+    says(&error, "capacity", &["create of batch", "insufficientCapacity", "more instance-types or zones"]);
+    assert_ne!(provider.place(&request("batch")).await.unwrap(), wish.placement);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_whose_id_google_has_forgotten_finds_its_vms() {
+    let site = Site::start().await;
+    let provider = site.provider(&[("market", "on-demand")]);
+    let batch = provider.extensions().batch.unwrap();
+    let wish = placed(&*provider, &request("batch")).await.unwrap();
+    let (key, count) = (key("forgotten", 0), 5.try_into().unwrap());
+    let first = batch.create_many(&wish, count, &key).await.unwrap();
+    site.cloud.with(|gcp, _| gcp.forget_requests());
+    let again = batch.create_many(&wish, count, &key).await.unwrap();
+    let ids = |many: &peerpod_provider_api::CreatedMany| {
+        many.made.iter().map(|one| one.id.clone()).collect::<Vec<_>>()
+    };
+    assert!(ids(&first) == ids(&again) && again.rest.is_none(), "{again:?}");
+    assert_eq!(site.machines().len(), 5);
+    assert_eq!(provider.place(&request("batch")).await.unwrap(), wish.placement, "nothing is exhausted");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_batch_that_google_does_not_decide_in_time_is_repeated() {
     let site = Site::start().await;
     let provider = site.provider(&[]);
@@ -282,6 +375,7 @@ async fn a_vm_of_another_owner_with_our_labels_is_not_ours() {
     let provider = site.provider(&[]);
     let wish = placed(&*provider, &request("web-0")).await.unwrap();
     let made = provider.create(&wish, &key("marks", 0)).await.unwrap();
+    provider.addresses(&made.id).await.unwrap();
     // Another user edits the description. The labels alone prove nothing.
     site.cloud.with(|gcp, _| {
         let vm = gcp.instances.get_mut(made.id.as_str()).unwrap();

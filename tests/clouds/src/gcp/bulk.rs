@@ -52,8 +52,15 @@ impl Gcp {
         if count > 1 && crate::body::list(properties, "/disks").len() > 1 {
             return check::invalid("instanceProperties.disks", "an existing disk is for one instance");
         }
-        names.iter().try_for_each(|name| self.is_free(&format!("{zone}/{name}")))?;
         self.concurrent(world.now)?;
+        // Google accepts the call, and refuses names that exist in its operation.
+        let taken = names.iter().try_for_each(|name| self.is_free(&format!("{zone}/{name}"))).err();
+        if let Some(taken) = taken {
+            let error = ("RESOURCE_ALREADY_EXISTS".to_owned(), taken.message.clone());
+            let counts = BTreeMap::from([(zone.to_owned(), (count, count))]);
+            let operation = Operation::of("bulkInsert", route, format!("zones/{zone}"), request);
+            return Ok(self.begin(operation.until(world.now, Some(error)).counting(counts), world));
+        }
         let market = Gcp::market(properties);
         let quota = self.over_quota(machine.vcpus * count);
         let has_room = quota.is_none() && world.late.is_none();

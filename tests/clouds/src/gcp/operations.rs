@@ -82,9 +82,13 @@ impl Operation {
         }
         if let (true, Some((code, message))) = (is_done, &self.error) {
             view["error"] = json!({"errors": [{"code": code, "message": message}]});
-            view["httpErrorStatusCode"] = json!(if code.starts_with("QUOTA") { 403 } else { 503 });
-            view["httpErrorMessage"] =
-                json!(if code.starts_with("QUOTA") { "FORBIDDEN" } else { "SERVICE UNAVAILABLE" });
+            let (status, text) = match code.as_str() {
+                "RESOURCE_ALREADY_EXISTS" => (409, "CONFLICT"),
+                code if code.starts_with("QUOTA") => (403, "FORBIDDEN"),
+                _ => (503, "SERVICE UNAVAILABLE"),
+            };
+            view["httpErrorStatusCode"] = json!(status);
+            view["httpErrorMessage"] = json!(text);
         }
         if !self.counts.is_empty() {
             view["instancesBulkInsertOperationMetadata"] = json!({"perLocationStatus": self.zones(is_done)});
