@@ -13,6 +13,8 @@ use crate::recent::Recent;
 const UNKNOWN: Duration = Duration::from_secs(10);
 /// Part of the usual time that passes before the first look.
 const EARLY: f64 = 0.75;
+/// Longest pause before the first look. A few slow states must not delay the answer for all others.
+const LATEST: Duration = Duration::from_secs(5);
 /// Part of a new measurement in the usual time.
 const NEW: f64 = 0.25;
 
@@ -50,7 +52,8 @@ impl Wait {
         F: Future<Output = Result<Option<T>, E>>,
     {
         let start = Instant::now();
-        let mut pause = self.usual.as_ref().map_or(Duration::ZERO, |usual| usual.lock().mul_f64(EARLY));
+        let mut pause =
+            self.usual.as_ref().map_or(Duration::ZERO, |usual| usual.lock().mul_f64(EARLY).min(LATEST));
         if let Some(end) = end {
             pause = pause.min(end.saturating_duration_since(start));
         }
@@ -159,7 +162,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_wait_that_learns_needs_fewer_looks() {
-        let there = Duration::from_secs(20);
+        let there = Duration::from_secs(6);
         let (wait, learning) = (Wait::new(FIRST, AGAIN), Wait::learning(FIRST, AGAIN));
         let (first, _) = looks_of(&learning, there).await;
         for _ in 0..20 {
@@ -167,9 +170,18 @@ mod tests {
             looks_of(&wait, there).await;
         }
         let (learned, at) = looks_of(&learning, there).await;
-        assert_eq!((looks_of(&wait, there).await.0, first), (22, 22));
-        assert!(learned < 9 && at < there + AGAIN, "{learned} looks, {at:?}");
+        assert_eq!((looks_of(&wait, there).await.0, first), (8, 8));
+        assert!(learned < 5 && at < there + AGAIN, "{learned} looks, {at:?}");
         assert!(looks_of(&learning, Duration::ZERO).await.1 < there, "an early state is found early");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_states_do_not_delay_the_first_look_at_others() {
+        let learning = Wait::learning(FIRST, AGAIN);
+        for _ in 0..20 {
+            looks_of(&learning, Duration::from_secs(120)).await;
+        }
+        assert_eq!(looks_of(&learning, Duration::ZERO).await, (1, LATEST));
     }
 
     #[tokio::test(start_paused = true)]
