@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod batches;
 mod common;
 mod conformance;
 mod credentials;

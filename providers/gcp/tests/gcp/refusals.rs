@@ -3,23 +3,12 @@
 
 use std::time::Duration;
 
-use peerpod_provider_api::{CreateRequest, Error, Market, OwnedState, Provider};
+use peerpod_provider_api::{CreateRequest, Market, OwnedState, Provider};
 use peerpod_test_clouds::gcp::ZONES;
 use peerpod_test_clouds::{Answer, Fault};
 use serde_json::json;
 
-use super::common::{Site, key, placed, request, within};
-
-/// Asserts the class of an error, and every part of its text.
-#[track_caller]
-fn says(error: &Error, class: &str, parts: &[&str]) {
-    assert_eq!(error.class(), class, "{error}");
-    let text = error.to_string();
-    for part in parts {
-        assert!(text.contains(part), "{part} in: {text}");
-    }
-    assert!(text.len() < 3000 && !text.contains("for\":"), "{} bytes: {text}", text.len());
-}
+use super::common::{Site, key, placed, request, says, within};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_of_capacity_quotas_rights_and_names_give_a_remedy() {
@@ -254,81 +243,6 @@ async fn odd_answers_are_errors_and_no_panics() {
         site.cloud.heal();
         provider.list_owned().await.unwrap();
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_batch_without_capacity_for_all_says_so_and_a_repeated_call_makes_no_more() {
-    let site = Site::start().await;
-    let provider = site.provider(&[("market", "on-demand")]);
-    let batch = provider.extensions().batch.unwrap();
-    let wish = placed(&*provider, &request("batch")).await.unwrap();
-    site.cloud.set_stock("*", "*", "*", 3);
-    let count = 5.try_into().unwrap();
-    let made = batch.create_many(&wish, count, &key("batch", 0)).await.unwrap();
-    assert_eq!(made.made.len(), 3);
-    says(made.rest.as_ref().unwrap(), "capacity", &["create of batch", "3 of 5 VMs"]);
-    site.cloud.heal();
-    let again = site.provider(&[]);
-    let again = again.extensions().batch.unwrap().create_many(&wish, count, &key("batch", 0)).await.unwrap();
-    let ids = |many: &peerpod_provider_api::CreatedMany| {
-        many.made.iter().map(|one| one.id.clone()).collect::<Vec<_>>()
-    };
-    assert_eq!((ids(&made), made.rest.is_some()), (ids(&again), again.rest.is_some()));
-    assert_eq!(site.machines().len(), 3);
-    site.cloud.set_stock("*", "*", "*", 0);
-    let error = batch.create_many(&wish, count, &key("batch", 1)).await.unwrap_err();
-    assert_eq!(error.class(), "capacity", "{error}");
-    assert!(site.machines().len() == 3 && !error.to_string().contains("for\":"), "{error}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_batch_that_google_refuses_at_once_is_a_lack_of_capacity_and_marks_its_offering() {
-    let site = Site::start().await;
-    let provider = site.provider(&[("market", "on-demand")]);
-    let batch = provider.extensions().batch.unwrap();
-    let wish = placed(&*provider, &request("batch")).await.unwrap();
-    site.cloud.fail(
-        "compute.instances.bulkInsert",
-        Fault::refuse(503, "insufficientCapacity", "Because."),
-        1,
-    );
-    let error = batch.create_many(&wish, 5.try_into().unwrap(), &key("at-once", 0)).await.unwrap_err();
-    says(&error, "capacity", &["create of batch", "insufficientCapacity", "more instance-types or zones"]);
-    assert_ne!(provider.place(&request("batch")).await.unwrap(), wish.placement);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_batch_whose_id_google_has_forgotten_finds_its_vms() {
-    let site = Site::start().await;
-    let provider = site.provider(&[("market", "on-demand")]);
-    let batch = provider.extensions().batch.unwrap();
-    let wish = placed(&*provider, &request("batch")).await.unwrap();
-    let (key, count) = (key("forgotten", 0), 5.try_into().unwrap());
-    let first = batch.create_many(&wish, count, &key).await.unwrap();
-    site.cloud.with(|gcp, _| gcp.forget_requests());
-    let again = batch.create_many(&wish, count, &key).await.unwrap();
-    let ids = |many: &peerpod_provider_api::CreatedMany| {
-        many.made.iter().map(|one| one.id.clone()).collect::<Vec<_>>()
-    };
-    assert!(ids(&first) == ids(&again) && again.rest.is_none(), "{again:?}");
-    assert_eq!(site.machines().len(), 5);
-    assert_eq!(provider.place(&request("batch")).await.unwrap(), wish.placement, "nothing is exhausted");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_batch_that_google_does_not_decide_in_time_is_repeated() {
-    let site = Site::start().await;
-    let provider = site.provider(&[]);
-    let batch = provider.extensions().batch.unwrap();
-    let wish = placed(&*provider, &request("batch")).await.unwrap();
-    site.cloud.set_times(Duration::from_secs(600), Duration::ZERO);
-    let (key, count) = (key("slow", 0), 3.try_into().unwrap());
-    let error = within(Duration::from_secs(2), batch.create_many(&wish, count, &key)).await.unwrap_err();
-    says(&error, "transient", &["create of batch", "not decided on all 3 VMs", "repeated"]);
-    site.cloud.advance(Duration::from_secs(600));
-    let made = batch.create_many(&wish, count, &key).await.unwrap();
-    assert!(made.made.len() == 3 && made.rest.is_none(), "{made:?}");
-    assert_eq!(site.machines().len(), 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]

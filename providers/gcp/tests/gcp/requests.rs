@@ -131,6 +131,7 @@ async fn a_regional_disk_is_in_two_zones() {
 async fn a_burst_of_creates_shares_its_looks_and_a_batch_needs_few_calls() {
     let site = Site::start().await;
     site.cloud.set_times(Duration::from_millis(100), Duration::from_millis(50));
+    site.cloud.set_rates(1.0);
     let provider = site.provider(&[]);
     let wish = placed(&*provider, &request("burst")).await.unwrap();
     site.cloud.forget_calls();
@@ -155,6 +156,7 @@ async fn a_burst_of_creates_shares_its_looks_and_a_batch_needs_few_calls() {
     futures_util::future::join_all(each).await;
     let calls = site.cloud.calls().len();
     assert!(calls <= 50, "{calls} calls for 500 VMs");
+    assert!(!site.cloud.calls().iter().any(|call| call.throttled));
 }
 
 #[tokio::test(flavor = "multi_thread")]

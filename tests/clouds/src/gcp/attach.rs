@@ -168,12 +168,16 @@ impl Gcp {
         &mut self,
         request: &Request,
         route: &Route,
-        world: &World<'_>,
+        world: &mut World<'_>,
     ) -> Result<Answer, Box<Refused>> {
         let key = self.changing(route)?;
-        self.attach(&key, &route.zone, &request.json())?;
+        let refusal = world.late.take();
+        if refusal.is_none() {
+            self.attach(&key, &route.zone, &request.json())?;
+        }
         let target = format!("zones/{}/instances/{}", route.zone, route.name);
-        Ok(self.begin(Operation::of("attachDisk", route, target, request).until(world.now, None), world))
+        let operation = Operation::of("attachDisk", route, target, request).until(world.now, refusal);
+        Ok(self.begin(operation, world))
     }
 
     pub(super) fn detach_disk(

@@ -91,18 +91,26 @@ impl Operation {
             view["httpErrorMessage"] = json!(text);
         }
         if !self.counts.is_empty() {
-            view["instancesBulkInsertOperationMetadata"] = json!({"perLocationStatus": self.zones(is_done)});
+            view["instancesBulkInsertOperationMetadata"] =
+                json!({"perLocationStatus": self.zones(is_done, self.part(now))});
             view["operationGroupId"] = json!(format!("group-{}", self.number));
         }
         view
     }
 
-    /// Returns the progress of a bulk insert by zone.
-    fn zones(&self, is_done: bool) -> BTreeMap<String, Value> {
+    /// Returns the part of the operation's time that has passed: 0 to 1.
+    fn part(&self, now: Duration) -> f64 {
+        let whole = self.ends.saturating_sub(self.began);
+        let passed = now.saturating_sub(self.began);
+        if whole.is_zero() { 1.0 } else { (passed.as_secs_f64() / whole.as_secs_f64()).min(1.0) }
+    }
+
+    /// Returns the progress of a bulk insert by zone. The number of VMs grows with the part of the time.
+    fn zones(&self, is_done: bool, part: f64) -> BTreeMap<String, Value> {
         let undone = self.error.is_some();
         let status = |(target, failed): (u32, u32)| {
+            let made = (f64::from(target - failed) * part).floor() as u32;
             let failed = if is_done { failed } else { 0 };
-            let made = if is_done { target - failed } else { 0 };
             json!({"targetVmCount": target, "createdVmCount": made, "failedToCreateVmCount": failed,
                 "deletedVmCount": if is_done && undone { made } else { 0 },
                 "status": if is_done { "DONE" } else { "CREATING" }})

@@ -143,3 +143,14 @@ pub async fn placed(provider: &dyn Provider, request: &CreateRequest) -> Result<
 pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
     peerpod_provider_api::with_deadline(Instant::now() + time, call).await
 }
+
+/// Asserts the class of an error, and every part of its text.
+#[track_caller]
+pub fn says(error: &Error, class: &str, parts: &[&str]) {
+    assert_eq!(error.class(), class, "{error}");
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part} in: {text}");
+    }
+    assert!(text.len() < 3000 && !text.contains("for\":"), "{} bytes: {text}", text.len());
+}
