@@ -299,8 +299,10 @@ impl<'a> Case<'a> {
         self.kubectl(&[&["exec", pod, "--"], command].concat())
     }
 
-    /// Runs a pod to its end, and compares the log of its container `c`.
+    /// Runs a pod to its end, and compares the log of its container `c`. A script begins with a pause: containerd 1.6 may
+    /// lose the output of a container that ends while it is still being started ("reading from a closed fifo").
     pub(crate) fn prints(&self, spec: &str, expected: &str) -> anyhow::Result<()> {
+        let spec = spec.replace("[sh, -c, '", "[sh, -c, 'sleep 0.5; ");
         self.pod("p", &format!("restartPolicy: Never, {spec}"))?;
         self.phase("p", "Succeeded")?;
         let log = self.kubectl(&["logs", "p", "-c", "c"])?;

@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use super::{Case, SLEEP};
 
 pub(crate) fn run_and_logs(case: &Case<'_>) -> anyhow::Result<()> {
-    case.script("p", "Never", "echo out; echo err >&2")?;
+    case.script("p", "Never", "sleep 0.5; echo out; echo err >&2")?;
     case.phase("p", "Succeeded")?;
     let log = case.kubectl(&["logs", "p"])?;
     ensure!(log == "out\nerr\n" || log == "err\nout\n", "{log:?}");
@@ -153,7 +153,7 @@ pub(crate) fn termination(case: &Case<'_>) -> anyhow::Result<()> {
         "p",
         "restartPolicy: Never, containers: [
            {name: file, image: IMAGE, command: [sh, -c, 'echo -n from-file >/dev/termination-log; exit 4']},
-           {name: log, image: IMAGE, terminationMessagePolicy: FallbackToLogsOnError, command: [sh, -c, 'echo from-log; exit 5']}]",
+           {name: log, image: IMAGE, terminationMessagePolicy: FallbackToLogsOnError, command: [sh, -c, 'sleep 0.5; echo from-log; exit 5']}]",
     )?;
     case.phase("p", "Failed")?;
     let pod = case.get("pod/p")?;
