@@ -231,8 +231,8 @@ impl Launch<'_> {
         }
     }
 
-    /// Marks what has no capacity or quota left; returns the error with Google's words and the remedy. It is a lack of
-    /// capacity while another offering is left: a quota says nothing about another family or market.
+    /// Marks the offerings without capacity or quota. Returns the error with Google's words and the remedy: a lack of
+    /// capacity while another offering is left, because a quota limits one family or market alone.
     pub(crate) fn exhausted(&self, code: &str, message: &str, error: Error) -> Error {
         let planner = &self.gcp.planner;
         let (text, is_quota) = match error {

@@ -24,7 +24,7 @@ impl<T> Default for Store<T> {
     }
 }
 
-/// Time for which a list may still show what is gone.
+/// Time for which a list may still show a deleted resource.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
 impl<T> Store<T> {

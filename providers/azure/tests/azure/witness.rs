@@ -1,5 +1,5 @@
-//! Asks Microsoft's models about every body of this provider, and Microsoft's client about what came of them. Needs Go
-//! modules and PyPI once (feature `witness`).
+//! Compares every body of this provider with Microsoft's models, and reads the VMs that it made by Microsoft's client.
+//! Needs Go modules and PyPI once (feature `witness`).
 
 use peerpod_provider_api::{Confidential, CreateRequest, DiskRequest, Market, Provider};
 use peerpod_test_clouds::azure::GROUP;

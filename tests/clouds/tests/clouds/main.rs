@@ -1,6 +1,6 @@
 //! Tests that the fakes behave like their clouds, because other tests rely on it.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)] // test code outside of test functions
 
 mod azure;
 mod gcp;
