@@ -2,6 +2,7 @@
 //!
 //! The tests themselves are in `tests/`; this library holds their shared helpers.
 
+pub mod cloud_node;
 pub mod image;
 pub mod machines;
 pub mod servers;

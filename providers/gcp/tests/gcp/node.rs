@@ -4,134 +4,50 @@
 //! With `PEERPOD_TEST_LONG` the counts are those of the issue: 500 pods, 100 kills.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{Ipv4Addr, TcpListener};
+use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use futures_util::{StreamExt, stream};
-use peerpod_client::{Annotations, Error, ShimClient};
+use peerpod_client::Annotations;
 use peerpod_test_clouds::{Cloud, Fault, Gcp};
-use peerpod_tests::{Dice, fresh_id, report, stop_in_time};
-use peerpod_world::{Daemons, Settings, World, eventually, many};
+use peerpod_tests::cloud_node::CloudNode;
+use peerpod_tests::{Dice, fresh_id, report};
+use peerpod_world::Settings;
 
 use super::common::{PATIENCE, Site};
 
-/// Concurrent calls of StopVM.
-const AT_ONCE: usize = 32;
-
 /// Node that uses this fake.
 struct Node {
-    daemons: Daemons,
+    node: CloudNode,
     site: Site,
-    world: World,
+}
+
+impl Deref for Node {
+    type Target = CloudNode;
+
+    fn deref(&self) -> &CloudNode {
+        &self.node
+    }
+}
+
+impl DerefMut for Node {
+    fn deref_mut(&mut self) -> &mut CloudNode {
+        &mut self.node
+    }
 }
 
 impl Node {
     async fn start(more: impl FnOnce(Settings) -> Settings) -> Node {
-        let world = World::bare().unwrap();
-        // The fake listens in the node's network namespace, where the node can reach it.
-        let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
+        let (world, listener) = CloudNode::place();
         let site = Site { cloud: Cloud::start_on(listener, Gcp::default()).await.unwrap() };
         site.cloud.set_times(Duration::from_millis(300), Duration::from_millis(200));
-        let mut settings = Settings::none()
-            .set("provider.kind", "gcp")
-            .set("node.relay-addresses", vec!["192.0.2.1:15151"])
-            .set("node.boot-timeout", "20m")
-            .set("node.ticket-ttl", "30m")
-            .set("log.level", "info");
-        for (key, value) in site.settings() {
-            settings = settings.set(&format!("provider.gcp.{key}"), value);
-        }
-        let mut daemons = Daemons::prepare(&world, more(settings)).unwrap();
-        daemons.start_relay().unwrap();
-        daemons.start_node().unwrap();
-        daemons.ready().await.unwrap();
-        let node = Node { daemons, site, world };
-        node.settled().await;
-        node
+        let node = CloudNode::start(world, "gcp", site.settings(), more).await;
+        Node { node, site }
     }
 
-    /// Waits for the end of preflight, so that later calls are those of pods.
-    async fn settled(&self) {
-        self.until("preflight is over", || async {
-            let metrics = self.daemons.metrics("node").ok()?;
-            let done = |line: &str| {
-                line.starts_with("peerpod_provider_calls_total")
-                    && line.contains("preflight")
-                    && line.contains("\"ok\"")
-            };
-            metrics.lines().any(done).then_some(())
-        })
-        .await;
-    }
-
-    async fn until<T, F: Future<Output = Option<T>>>(&self, what: &str, probe: impl Fn() -> F) -> T {
-        let found = eventually(what, PATIENCE * 5, async || {
-            let found = probe().await;
-            if found.is_none() {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-            found
-        });
-        found.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()))
-    }
-
-    fn pods(&self, count: usize) -> Vec<(String, PathBuf)> {
-        (0..count).map(|number| (fresh_id("gcp"), many::attach(&self.world, number).unwrap())).collect()
-    }
-
-    /// Calls CreateVM for all pods at once, each on a connection of its own, as shims do.
-    fn create(&self, pods: &[(String, PathBuf)]) -> Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>> {
-        let create = |(id, netns): &(String, PathBuf)| {
-            let (id, netns, socket) = (id.clone(), netns.clone(), self.daemons.hypervisor_socket());
-            tokio::spawn(async move {
-                let shim = ShimClient::connect(&socket).await?;
-                shim.create_vm(&id, Annotations::new("default", &id).size("1", 512), &netns).await
-            })
-        };
-        pods.iter().map(create).collect()
-    }
-
-    async fn answered(&self, calls: Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>>) {
-        for call in calls {
-            let answered = tokio::time::timeout(PATIENCE, call).await;
-            answered.unwrap_or_else(|_| panic!("{}", self.daemons.log_tails())).unwrap().unwrap();
-        }
-    }
-
-    /// Returns sandbox → VM, for the sandboxes that have a VM with an address.
-    fn located(&self) -> BTreeMap<String, String> {
-        let entries = self.daemons.ledger().unwrap().into_iter();
-        let of = |record: &serde_json::Value| {
-            record["addresses"].as_array().filter(|addresses| !addresses.is_empty())?;
-            let phase = record["phase"].as_object()?;
-            phase
-                .get("vm")
-                .or_else(|| phase.values().find_map(|inner| inner.get("vm")))?
-                .as_str()
-                .map(str::to_owned)
-        };
-        entries.filter_map(|entry| Some((entry.id.clone(), of(&entry.record)?))).collect()
-    }
-
-    /// Waits until all pods have a VM with an address; returns these VMs.
-    async fn all_located(&self, pods: &[(String, PathBuf)]) -> BTreeMap<String, String> {
-        self.until("every pod has a VM and its address", || async {
-            let located = self.located();
-            pods.iter().map(|(id, _)| Some((id.clone(), located.get(id)?.clone()))).collect()
-        })
-        .await
-    }
-
-    /// Calls StopVM for all pods, many at once, and waits until the cloud has none of their VMs.
+    /// Stops all pods, and waits until the cloud has none of their VMs.
     async fn stop(&self, pods: &[(String, PathBuf)]) {
-        let shim = self.daemons.shim().await.unwrap();
-        let stop = async |id| stop_in_time(&shim, id).await.unwrap();
-        stream::iter(pods).for_each_concurrent(AT_ONCE, |(id, _)| stop(id)).await;
-        self.until("no VM is left", || async { self.site.machines().is_empty().then_some(()) }).await;
-        for (id, _) in pods {
-            self.daemons.gone(id, PATIENCE).await.unwrap();
-        }
+        self.node.stop(pods, async || self.site.machines().len()).await;
     }
 
     fn witnessed(&self) -> BTreeSet<String> {
