@@ -2,6 +2,9 @@
 //! why the process is not ready, and warnings that do not stop its work).
 //!
 //! Each process answers for itself. The port is for the node's own network: it shows no secret and changes nothing.
+//! [`local`] serves the same and more on a Unix socket.
+
+pub mod local;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -19,7 +22,8 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use peerpod_common::accept::Acceptor;
 use prometheus_client::registry::Registry;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
@@ -168,16 +172,25 @@ async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
         let (stream, _) = acceptor.next(|| listener.accept()).await;
         let (registry, ready) = (registry.clone(), ready.clone());
         tokio::spawn(async move {
-            connection(stream, registry, ready).await;
+            let answer = |request: Request<Incoming>| {
+                std::future::ready(respond(request.method(), request.uri().path(), &registry, &ready))
+            };
+            connection(stream, answer).await;
             drop(place);
         });
     }
 }
 
-async fn connection(stream: TcpStream, registry: Arc<Registry>, ready: Ready) {
-    let answer = hyper::service::service_fn(move |request: Request<Incoming>| {
-        let response = respond(request.method(), request.uri().path(), &registry, &ready);
-        async move { Ok::<_, Infallible>(response) }
+/// Serves one connection.
+async fn connection<S, A, F>(stream: S, answer: A)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    A: Fn(Request<Incoming>) -> F,
+    F: Future<Output = Response<Full<Bytes>>>,
+{
+    let answer = hyper::service::service_fn(|request: Request<Incoming>| {
+        let response = answer(request);
+        async { Ok::<_, Infallible>(response.await) }
     });
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())

@@ -10,4 +10,5 @@ pub mod lifecycle;
 pub mod listen;
 pub mod metrics;
 pub mod program;
+pub mod redact;
 pub mod telemetry;

@@ -10,16 +10,22 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use peerpod_providers::caa;
 use serde_json::Value;
 
-/// Usage of `peerpod config convert-caa`.
-pub(crate) const USAGE: &str = "usage: peerpod config convert-caa [--out FILE] MANIFEST...
-  reads ConfigMaps and secrets of a cloud-api-adaptor (as `kubectl get cm,secret -o yaml` prints them) and prints a
-  Peerpod configuration, or writes it to FILE, readable by its owner only; lists unconverted variables on stderr";
+/// Arguments of `peerpod config convert-caa`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Convert {
+    /// Writes the configuration to FILE, readable by its owner only
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// ConfigMaps and Secrets, as `kubectl get cm,secret -o yaml` prints them
+    #[arg(value_name = "MANIFEST", required = true)]
+    manifests: Vec<PathBuf>,
+}
 
 /// Largest accepted manifest, in bytes.
 const MAX_MANIFEST: u64 = 4 << 20;
@@ -32,17 +38,7 @@ struct Converted {
 }
 
 /// Runs the conversion.
-pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
-    let (mut out, mut manifests) = (None, Vec::new());
-    let mut args = args.iter();
-    while let Some(arg) = args.next() {
-        match arg.as_str() {
-            "--out" => out = Some(PathBuf::from(args.next().context(USAGE)?)),
-            flag if flag.starts_with('-') => bail!("{USAGE}"),
-            path => manifests.push(PathBuf::from(path)),
-        }
-    }
-    ensure!(!manifests.is_empty(), "{USAGE}");
+pub(crate) fn run(Convert { out, manifests }: Convert) -> anyhow::Result<()> {
     let mut variables = BTreeMap::new();
     for path in &manifests {
         let found = read(path).with_context(|| format!("read {}", path.display()))?;

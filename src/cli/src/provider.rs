@@ -4,8 +4,6 @@
 //! It acts as a node of its own (`check-…`) with its own state directory, so that it neither sees nor touches the VMs
 //! of a running node. It deletes its VMs, also after a failure and on Ctrl-C.
 
-mod words;
-
 use std::io::Write;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -22,12 +20,11 @@ use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Sto
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_providers::{Context, Purpose, Settings};
 use peerpod_relay::config::RelayConfig;
-use tokio::process::Command;
+use tokio::process;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::SETTINGS;
 use crate::config::{OTHERS, SECTIONS};
-pub(crate) use words::USAGE;
-use words::Words;
 
 /// Exit code that a shell reports for a program ended by Ctrl-C.
 const INTERRUPTED: u8 = 130;
@@ -41,16 +38,53 @@ macro_rules! say {
     ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
 }
 
-/// Runs a subcommand of `peerpod provider`.
-pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
-    let words = match Words::read(args)? {
-        Some(words) => words,
-        None => {
-            println!("{USAGE}");
-            return Ok(ExitCode::SUCCESS);
-        }
-    };
-    let mut sources = Sources::of_this_process(words.settings.iter().cloned());
+/// Subcommands of `peerpod provider`.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Tests the provider of a configuration against every promise, with real VMs that are deleted again; exit code 1
+    /// if a promise is broken, 2 if nothing was tested
+    #[command(after_help = SETTINGS)]
+    Check(Check),
+}
+
+/// Arguments of `peerpod provider check`.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct Check {
+    /// The configuration file
+    #[arg(value_name = "CONFIG")]
+    config: PathBuf,
+    /// Makes VMs also where they may cost money
+    #[arg(long)]
+    yes: bool,
+    /// VMs at once
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    crowd: u32,
+    /// Tests only the promises with these words in their sentence
+    #[arg(long, value_name = "WORDS")]
+    only: Option<String>,
+    /// An unattached disk, to test volumes with
+    #[arg(long, value_name = "ID")]
+    volume: Option<String>,
+    /// An independent check: `PROGRAM user-data ID` prints the user-data that this VM received, `PROGRAM machines` the
+    /// number of VMs of this check; it fails where it cannot
+    #[arg(long, value_name = "PROGRAM")]
+    probe: Option<PathBuf>,
+    /// Longest time for one promise
+    #[arg(long, value_name = "TIME", default_value = "2m", value_parser = crate::duration)]
+    patience: Duration,
+}
+
+impl Check {
+    /// Whether this promise is to be tested.
+    fn wants(&self, promise: &Promise) -> bool {
+        let only = self.only.as_ref().map(|only| only.replace('_', " "));
+        only.is_none_or(|only| promise.words().contains(&only))
+    }
+}
+
+/// Runs `peerpod provider check` with these settings besides the configuration file.
+pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+    let mut sources = Sources::of_this_process(settings);
     sources.file = Some(words.config.clone());
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
     let node_name = format!("check-{}-{}", std::process::id(), fresh());
@@ -144,7 +178,7 @@ fn fresh() -> u64 {
 async fn check(
     settings: Settings,
     collector: Settings,
-    words: Words,
+    words: Check,
     promises: Vec<&Promise>,
 ) -> anyhow::Result<(ExitCode, bool)> {
     let mut signals = Signals::new()?;
@@ -238,14 +272,14 @@ impl Signals {
 struct Configured {
     provider: Arc<dyn Provider>,
     collector: Option<Arc<dyn Provider>>,
-    words: Words,
+    words: Check,
 }
 
 impl Configured {
     /// Returns the probe's output for these arguments; `None` without a probe or if it fails.
     async fn probe(&self, words: &[&str]) -> Option<Vec<u8>> {
         let probe: &PathBuf = self.words.probe.as_ref()?;
-        let output = Command::new(probe).args(words).kill_on_drop(true).output();
+        let output = process::Command::new(probe).args(words).kill_on_drop(true).output();
         let why = match tokio::time::timeout(PROBE, output).await {
             Ok(Ok(output)) if output.status.success() => return Some(output.stdout),
             Ok(Ok(output)) => {

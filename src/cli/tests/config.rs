@@ -126,10 +126,32 @@ fn the_schema_is_json_with_the_readmes_keys() {
 }
 
 #[test]
-fn unknown_arguments_get_the_usage_and_a_nonzero_exit_code() {
-    for arguments in [&["config"][..], &["config", "chekc"], &["confg"], &[]] {
+fn wrong_arguments_get_the_usage_and_exit_code_2() {
+    for arguments in
+        [&["config"][..], &["config", "chekc"], &["confg"], &[], &["describe"], &["list", "-o", "xml"]]
+    {
         let (out, error, code) = told(&peerpod(arguments, &[]));
-        assert!(code.is_some_and(|code| code != 0) && out.is_empty(), "{arguments:?}: {code:?} {out}");
-        assert!(error.contains("usage: peerpod"), "{arguments:?}: {error}");
+        assert!(code == Some(2) && out.is_empty(), "{arguments:?}: {code:?} {out}");
+        assert!(
+            error.contains("Usage: peerpod") || error.contains("possible values"),
+            "{arguments:?}: {error}"
+        );
     }
+    let (out, error, code) = told(&peerpod(&["help", "config", "check"], &[]));
+    assert!(
+        code == Some(0) && error.is_empty() && out.contains("Usage: peerpod config check"),
+        "{out} {error}"
+    );
+}
+
+#[test]
+fn kubectl_finds_the_program_under_the_name_of_its_plugin() {
+    let folder = std::env::temp_dir().join(format!("peerpod-plugin-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let plugin = folder.join("kubectl-peerpod");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_peerpod"), &plugin).unwrap();
+    let output = Command::new(&plugin).arg("--help").output().unwrap();
+    fs::remove_dir_all(&folder).unwrap();
+    let (out, error, code) = told(&output);
+    assert!(code == Some(0) && out.contains("Usage: kubectl peerpod "), "{out} {error}");
 }

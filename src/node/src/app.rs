@@ -23,6 +23,7 @@ use tokio::task::JoinSet;
 use tracing::{error, info, warn};
 use ttrpc::asynchronous::transport::Listener;
 
+use crate::admin::{AboutNode, Questions};
 use crate::cluster::Cluster;
 use crate::cluster::show::About;
 use crate::config::NodeConfig;
@@ -67,8 +68,8 @@ pub(crate) fn spawn(tasks: &mut Tasks, name: &'static str, task: impl Future<Out
 
 /// A recovered node with bound sockets.
 pub struct BoundNode {
-    /// `node.sock` and `volumes.sock`.
-    sockets: [Bound; 2],
+    /// `node.sock`, `volumes.sock` and the admin socket.
+    sockets: [Bound; 3],
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
@@ -128,7 +129,8 @@ pub async fn build(
     parts.start(&mut tasks, &ready).await;
     let sandboxes = Sandboxes::new(parts.ports.clone(), parts.sandbox_settings(&config), metrics.clone());
     let (records, quarantined, unread) = (kept.records.len(), kept.quarantined, kept.unread.clone());
-    let orphans = Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
+    let orphans = || Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
+    let (orphans, listed) = (orphans(), orphans());
     for note in recover(&sandboxes, kept).await {
         inbox.done(&note)?;
     }
@@ -141,7 +143,11 @@ pub async fn build(
     }
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
-    let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
+    let registry = Arc::new(registry);
+    let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
+    let about = AboutNode::new(&config, parts.provider.name(), &installation);
+    let questions = Questions::new(about, sandboxes.clone(), parts.relay.clone(), ready.clone(), listed);
+    let third = questions.serve(&config.run_dir, registry)?;
     let drain = Drain::default();
     let (listener, socket) = bind(&config.run_dir.join("node.sock"))?;
     let service = Service { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
@@ -163,7 +169,16 @@ pub async fn build(
         %admin,
         "peerpod-node serves"
     );
-    Ok(BoundNode { sockets: [socket, second], sandboxes, cluster, server, volumes, drain, ready, tasks })
+    Ok(BoundNode {
+        sockets: [socket, second, third],
+        sandboxes,
+        cluster,
+        server,
+        volumes,
+        drain,
+        ready,
+        tasks,
+    })
 }
 
 /// Opens the client of the cluster, if the node is in one, and starts its tasks.

@@ -23,7 +23,7 @@ use crate::spec::GUEST_MEMORY;
 use crate::tunnel::external::Egress;
 use crate::tunnel::{TunnelConfig, TunnelKind};
 
-/// Sections of the shared file that other binaries read; the node reads one key of `relay`.
+/// Sections of the shared file that other binaries read; the node reads two keys of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// Largest batch. More sandboxes do not arrive within one window; each is an entry of the batch's file.
 const MOST_BATCH: u32 = 1000;
@@ -48,6 +48,8 @@ pub struct NodeConfig {
     pub(crate) state_dir: PathBuf,
     pub(crate) relay_listen: SocketAddr,
     pub(crate) admin_listen: SocketAddr,
+    /// `relay.admin-listen`, which the admin socket names.
+    pub(crate) relay_admin: SocketAddr,
     /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
     pub(crate) relay_addresses: Vec<GuestAddress>,
     pub(crate) ca_follow_timeout: Duration,
@@ -120,6 +122,11 @@ impl NodeConfig {
                 "relay.listen",
                 "[::]:15151",
                 "address and port that pod VMs dial (TLS); [::] means both families",
+            ),
+            relay_admin: reader.get(
+                "relay.admin-listen",
+                "127.0.0.1:15152",
+                "address and port of /metrics, /healthz and /readyz",
             ),
             admin_listen: reader.get(
                 "node.admin-listen",

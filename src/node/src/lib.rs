@@ -1,6 +1,7 @@
 //! Runs the per-node daemon: answers Kata's remote-hypervisor API, manages every sandbox of the node, and records each
 //! intent on disk before it carries it out.
 
+pub mod admin;
 pub mod app;
 mod cluster;
 pub mod config;

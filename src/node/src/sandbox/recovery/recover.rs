@@ -168,7 +168,8 @@ impl Orphans {
         }
     }
 
-    fn unclaimed<'o>(&self, owned: &'o [Owned], table: &Sandboxes) -> Vec<&'o Owned> {
+    /// Returns those of the provider's VMs that no sandbox, no batch and no unreadable record claims.
+    pub(crate) fn unclaimed<'o>(&self, owned: &'o [Owned], table: &Sandboxes) -> Vec<&'o Owned> {
         let key = |id: &SandboxId, attempt| {
             IdempotencyKey::derive(&table.0.settings.cluster_id, id.as_str(), attempt)
         };

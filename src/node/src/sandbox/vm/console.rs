@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use peerpod_base::redact::line as clean;
+
 const LINES: usize = 5;
 /// Maximum number of characters of these lines together.
 const MOST: usize = 600;
@@ -12,9 +14,6 @@ const MOST_REASON: usize = 200;
 const REASONS: [&str; 2] = ["Kernel panic - not syncing: ", "Out of memory: Killed process "];
 /// Kernel messages that indicate too little memory.
 const NO_MEMORY: [&str; 2] = ["deadlocked on memory", "Out of memory"];
-/// Parts of names that mark the text after '=' or ':' as a secret.
-const SECRETS: [&str; 7] = ["passw", "secret", "token", "credential", "authorization", "api-key", "apikey"];
-
 /// End of a console.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Console {
@@ -67,29 +66,6 @@ impl fmt::Display for Console {
         }
         f.write_str(&self.end())
     }
-}
-
-/// Removes control characters from a line, and cuts it where a secret may begin.
-fn clean(line: &str) -> String {
-    let plain: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    match secret(&plain) {
-        Some(at) => format!("{}…", plain.get(..at).unwrap_or_default()),
-        None => plain,
-    }
-}
-
-/// Returns the position where a secret may begin: after a name from [`SECRETS`] and its '=' or ':'.
-fn secret(line: &str) -> Option<usize> {
-    let mut from = 0;
-    while let Some(at) = line.get(from..)?.find(['=', ':']) {
-        let end = from + at;
-        let name = line[..end].rsplit(char::is_whitespace).next().unwrap_or_default().to_ascii_lowercase();
-        if SECRETS.iter().any(|secret| name.contains(secret)) {
-            return Some(end + 1);
-        }
-        from = end + 1;
-    }
-    None
 }
 
 #[cfg(test)]

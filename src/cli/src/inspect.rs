@@ -1,0 +1,326 @@
+//! Subcommands about single peer pods: `list`, `describe`, `trace`, `console` and `orphans`. Read-only.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use k8s_openapi::jiff::Timestamp;
+use peerpod_node::admin::Orphan;
+use serde::Serialize;
+use tokio::time::sleep;
+
+use crate::output::{Colour, Format, Output, Table, paint, safe};
+use crate::source::{Source, SourceArgs, Vm, since};
+
+/// Interval of the questions of `list --watch`.
+const WATCH: Duration = Duration::from_secs(2);
+/// Lines of the console that `describe` shows.
+const LAST_LINES: usize = 10;
+/// Width of the waterfall, in characters.
+const WIDTH: u64 = 40;
+
+/// Arguments of `peerpod list`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct List {
+    #[command(flatten)]
+    from: SourceArgs,
+    #[command(flatten)]
+    output: Output,
+    /// Prints each change, until it is interrupted
+    #[arg(short, long)]
+    watch: bool,
+}
+
+/// Arguments of the subcommands about one peer pod.
+#[derive(Debug, clap::Args)]
+pub(crate) struct One {
+    /// The pod as NAMESPACE/NAME or NAME, or the sandbox's id
+    #[arg(value_name = "POD|ID")]
+    pub(crate) name: String,
+    #[command(flatten)]
+    pub(crate) from: SourceArgs,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Arguments of `peerpod console`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Console {
+    /// The pod as NAMESPACE/NAME or NAME, or the sandbox's id
+    #[arg(value_name = "POD|ID")]
+    name: String,
+    #[command(flatten)]
+    from: SourceArgs,
+}
+
+/// Arguments of `peerpod orphans`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Orphans {
+    #[command(flatten)]
+    from: SourceArgs,
+    #[command(flatten)]
+    output: Output,
+    /// Lists only; there is no other form, as node and controller delete orphans themselves
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Lists the peer pods.
+pub(crate) async fn list(args: List) -> anyhow::Result<ExitCode> {
+    let source = args.from.open().await?;
+    let found = source.list().await?;
+    args.output.print(&found, |wide| rows(&found, wide, true))?;
+    if args.watch {
+        watch(&source, args.output, found).await?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints each change of the list, until the source fails.
+async fn watch(source: &Source, output: Output, mut before: Vec<Vm>) -> anyhow::Result<()> {
+    loop {
+        sleep(WATCH).await;
+        let now = source.list().await?;
+        let mut changed: Vec<Vm> = now.iter().filter(|vm| !before.contains(vm)).cloned().collect();
+        let is_gone =
+            |vm: &&Vm| !now.iter().any(|one| one.sandbox == vm.sandbox && one.peerpod == vm.peerpod);
+        changed.extend(before.iter().filter(is_gone).map(|vm| Vm { phase: "gone".to_owned(), ..vm.clone() }));
+        if !changed.is_empty() {
+            output.print(&changed, |wide| rows(&changed, wide, false))?;
+        }
+        before = now;
+    }
+}
+
+fn rows(vms: &[Vm], wide: bool, headings: bool) -> String {
+    let mut names = vec!["POD", "PHASE", "NODE", "VM", "TYPE", "ZONE", "AGE"];
+    if wide {
+        names.extend(["SANDBOX", "MARKET", "IMAGE", "ADDRESSES", "CAUSE"]);
+    }
+    let mut table = Table::new(&names);
+    for vm in vms {
+        let id = vm.vm.clone().unwrap_or_default();
+        let phase = if vm.failed { format!("{} (failed)", vm.phase) } else { vm.phase.clone() };
+        let mut cells =
+            vec![vm.pod.clone(), phase, vm.node.clone(), id, vm.fact("type"), vm.fact("zone"), vm.age()];
+        if wide {
+            let facts = ["market", "image", "addresses"].map(|name| vm.fact(name));
+            cells.push(vm.sandbox.clone());
+            cells.extend(facts);
+            cells.push(vm.cause.clone().unwrap_or_default());
+        }
+        table.row(cells);
+    }
+    let text = table.to_string();
+    match text.split_once('\n') {
+        Some((_, rest)) if !headings => rest.to_owned(),
+        _ => text,
+    }
+}
+
+/// One peer pod with everything around it.
+#[derive(Debug, Serialize)]
+struct Description {
+    #[serde(flatten)]
+    vm: Vm,
+    events: Vec<EventLine>,
+    /// The end of the console, each line cut where a secret may begin.
+    console: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct EventLine {
+    at: Option<Timestamp>,
+    kind: String,
+    reason: String,
+    count: i32,
+    message: String,
+}
+
+/// Prints the record, the stages, the Events and the last lines of one peer pod.
+pub(crate) async fn describe(args: One) -> anyhow::Result<ExitCode> {
+    let source = args.from.open().await?;
+    let vm = source.find(&args.name).await?;
+    let events = events(&source, &vm).await?;
+    let console = match console_of(&source, &vm).await {
+        Ok(text) => last_lines(&text),
+        Err(_) => Vec::new(),
+    };
+    let described = Description { vm, events, console };
+    args.output.print(&described, |_| described.text())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn events(source: &Source, vm: &Vm) -> anyhow::Result<Vec<EventLine>> {
+    let Source::Cluster(cluster) = source else { return Ok(Vec::new()) };
+    let Some((namespace, pod)) = vm.pod.split_once('/') else { return Ok(Vec::new()) };
+    let mut found = cluster.events(namespace, pod).await?;
+    if let Some(peerpod) = vm.peerpod.as_deref().filter(|peerpod| *peerpod != pod) {
+        found.extend(cluster.events(namespace, peerpod).await?);
+    }
+    let line = |event: k8s_openapi::api::core::v1::Event| EventLine {
+        at: event.last_timestamp.map(|at| at.0).or(event.event_time.map(|at| at.0)),
+        kind: event.type_.unwrap_or_default(),
+        reason: event.reason.unwrap_or_default(),
+        count: event.count.unwrap_or(1),
+        message: event.message.unwrap_or_default(),
+    };
+    let mut lines: Vec<EventLine> = found.into_iter().map(line).collect();
+    lines.sort_by_key(|line| line.at);
+    Ok(lines)
+}
+
+fn last_lines(text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    let last = lines.iter().skip(lines.len().saturating_sub(LAST_LINES));
+    last.map(|line| peerpod_base::redact::line(line)).collect()
+}
+
+impl Description {
+    fn text(&self) -> String {
+        let Description { vm, events, console } = self;
+        let mut text = String::new();
+        let mut line = |name: &str, value: &str| {
+            if !value.is_empty() {
+                writeln!(text, "{name:<11} {}", safe(value)).ok();
+            }
+        };
+        line("pod", &vm.pod);
+        line("sandbox", &vm.sandbox);
+        line("phase", &vm.phase);
+        line(if vm.failed { "failed" } else { "ended" }, vm.cause.as_deref().unwrap_or_default());
+        line("node", &vm.node);
+        line("vm", vm.vm.as_deref().unwrap_or("none yet"));
+        line("created", &vm.created.map(|at| format!("{at} ({} ago)", since(at))).unwrap_or_default());
+        for (name, fact) in &vm.facts {
+            line(name, fact);
+        }
+        write!(text, "\nstages\n{}", waterfall(vm)).ok();
+        if !events.is_empty() {
+            writeln!(text, "\nevents").ok();
+        }
+        for EventLine { at, kind, reason, count, message } in events {
+            let age = at.map(since).unwrap_or_default();
+            writeln!(text, "  {age:>4}  {kind} {reason} (x{count}) {}", safe(message)).ok();
+        }
+        if !console.is_empty() {
+            writeln!(text, "\nend of the console").ok();
+        }
+        for line in console {
+            writeln!(text, "  {line}").ok();
+        }
+        text
+    }
+}
+
+/// Draws the stages of a start, one below the other, each after its predecessor.
+pub(crate) fn waterfall(vm: &Vm) -> String {
+    let mut text = String::new();
+    let whole = vm.stages.last().map_or(0, |stage| stage.at_ms).max(1);
+    let name = vm.stages.iter().map(|stage| stage.name.len()).max().unwrap_or_default();
+    let column = |ms: u64| usize::try_from(ms.saturating_mul(WIDTH) / whole).unwrap_or_default();
+    let mut before = 0;
+    for stage in &vm.stages {
+        let took = stage.at_ms.saturating_sub(before);
+        let (from, to) = (column(before), column(stage.at_ms));
+        let bar = format!("{}{}", " ".repeat(from), "█".repeat((to - from.min(to)).max(1)));
+        let seconds = |ms: u64| format!("{}.{:03} s", ms / 1000, ms % 1000);
+        let took = format!("+{}", seconds(took));
+        writeln!(text, "  {:name$}  {:>10}  {took:>11}  {bar}", stage.name, seconds(stage.at_ms)).ok();
+        before = stage.at_ms;
+    }
+    text
+}
+
+/// Draws one start as a waterfall.
+pub(crate) async fn trace(args: One) -> anyhow::Result<ExitCode> {
+    let vm = args.from.open().await?.find(&args.name).await?;
+    args.output.print(&vm.stages, |_| {
+        let head = format!("pod {}, sandbox {}, phase {}", vm.pod, vm.sandbox, vm.phase);
+        let missing =
+            if vm.phase == "running" || vm.stages.is_empty() { "" } else { "  (the start has not ended)\n" };
+        format!("{head}\n{}{missing}", waterfall(&vm))
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn console_of(source: &Source, vm: &Vm) -> anyhow::Result<String> {
+    let Source::Node(node) = source else {
+        bail!(
+            "the provider gives the console to the node; run this on node {}, or in its pod: kubectl exec NODE-POD -c node",
+            vm.node
+        );
+    };
+    node.get(&format!("/v1/sandboxes/{}/console", vm.sandbox)).await
+}
+
+/// Prints the end of a VM's console, as the provider has it.
+pub(crate) async fn console(args: Console) -> anyhow::Result<ExitCode> {
+    let source = args.from.open().await?;
+    let vm = source.find(&args.name).await?;
+    let text = console_of(&source, &vm).await?;
+    let mut out = std::io::stdout().lock();
+    for line in text.lines() {
+        writeln!(out, "{}", safe(line))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Lists the VMs of this installation without a record.
+pub(crate) async fn orphans(args: Orphans) -> anyhow::Result<ExitCode> {
+    let Source::Node(node) = args.from.open().await? else {
+        bail!("the provider lists the VMs to the node; run this on each node");
+    };
+    let found: Vec<Orphan> = node.get("/v1/orphans").await?;
+    let at = |orphan: &Orphan| Timestamp::from_millisecond(i64::try_from(orphan.created_ms?).ok()?).ok();
+    args.output.print(&found, |_| {
+        let mut table = Table::new(&["VM", "STATE", "NAME", "AGE"]);
+        for one in &found {
+            let age = at(one).map(since).unwrap_or_default();
+            table.row([
+                one.vm.clone(),
+                format!("{:?}", one.state).to_lowercase(),
+                one.name.clone().unwrap_or_default(),
+                age,
+            ]);
+        }
+        table.to_string()
+    })?;
+    if !found.is_empty() && args.output.format == Format::Table {
+        eprintln!(
+            "{}",
+            paint(
+                Colour::Yellow,
+                "The node deletes a VM that has no record for a minute. This command deletes nothing."
+            )
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_node::admin::Stage;
+
+    use super::*;
+
+    #[test]
+    fn each_stage_begins_where_its_predecessor_ends() {
+        let stage = |name: &str, at_ms| Stage { name: name.to_owned(), at_ms };
+        let vm = Vm {
+            stages: vec![stage("vm_made", 1000), stage("claimed", 1000), stage("running", 4000)],
+            ..Vm::default()
+        };
+        let drawn = waterfall(&vm);
+        let lines: Vec<&str> = drawn.lines().collect();
+        assert_eq!(lines[0], format!("  vm_made     1.000 s     +1.000 s  {}", "█".repeat(10)));
+        assert_eq!(lines[1], format!("  claimed     1.000 s     +0.000 s  {}█", " ".repeat(10)));
+        assert_eq!(
+            lines[2],
+            format!("  running     4.000 s     +3.000 s  {}{}", " ".repeat(10), "█".repeat(30))
+        );
+        assert_eq!(waterfall(&Vm::default()), "");
+    }
+}

@@ -1,0 +1,127 @@
+//! Forms of output that the subcommands share: a table, JSON or YAML, and colours for a terminal. Pure, but for the
+//! environment and standard output.
+
+use std::fmt;
+use std::io::{IsTerminal, Write};
+
+use serde::Serialize;
+
+/// Form of a subcommand's output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// Columns for people
+    #[default]
+    Table,
+    /// More columns
+    Wide,
+    /// JSON; new versions add fields, and keep the meaning of those that exist
+    Json,
+    /// YAML, with the same fields as JSON
+    Yaml,
+}
+
+/// The option `-o`.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub(crate) struct Output {
+    /// Form of the output
+    #[arg(short = 'o', long = "output", value_enum, default_value_t, value_name = "FORM")]
+    pub(crate) format: Format,
+}
+
+impl Output {
+    /// Prints a value as JSON or YAML, or else the text of `table`, which receives whether more columns are wanted.
+    ///
+    /// # Errors
+    /// Standard output is closed, or the value has no such form.
+    pub(crate) fn print<T: Serialize>(
+        self,
+        value: &T,
+        table: impl FnOnce(bool) -> String,
+    ) -> anyhow::Result<()> {
+        let text = match self.format {
+            Format::Table | Format::Wide => table(self.format == Format::Wide),
+            Format::Json => format!("{}\n", serde_json::to_string_pretty(value)?),
+            Format::Yaml => serde_yaml::to_string(value)?,
+        };
+        let mut out = std::io::stdout().lock();
+        out.write_all(text.as_bytes())?;
+        Ok(out.flush()?)
+    }
+}
+
+/// Columns of text, aligned. A cell without text is shown as `-`.
+#[derive(Debug)]
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Makes a table with these headings.
+    pub(crate) fn new(headings: &[&str]) -> Table {
+        Table { rows: vec![headings.iter().map(|&heading| heading.to_owned()).collect()] }
+    }
+
+    /// Appends a row.
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |cell: &str| if cell.is_empty() { "-".to_owned() } else { safe(cell) };
+        let rows: Vec<Vec<String>> =
+            self.rows.iter().map(|row| row.iter().map(|cell| shown(cell)).collect()).collect();
+        let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
+        let width = |at: usize| {
+            let cells = rows.iter().filter_map(|row| row.get(at));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or_default()
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for row in &rows {
+            let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}"));
+            writeln!(f, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+/// Replaces control characters: texts of guests and clouds must not drive the terminal.
+pub(crate) fn safe(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// Colours of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Colour {
+    Green,
+    Yellow,
+    Red,
+}
+
+/// Colours a text if standard output is a terminal and `NO_COLOR` is not set.
+pub(crate) fn paint(colour: Colour, text: &str) -> String {
+    let is_off = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    if is_off || !std::io::stdout().is_terminal() {
+        return text.to_owned();
+    }
+    let code = match colour {
+        Colour::Green => 32,
+        Colour::Yellow => 33,
+        Colour::Red => 31,
+    };
+    format!("\u{1b}[{code}m{text}\u{1b}[0m")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_and_control_characters_are_replaced() {
+        let mut table = Table::new(&["POD", "PHASE"]);
+        table.row(["a/long-name".to_owned(), String::new()]);
+        table.row(["ä".to_owned(), "\u{1b}[31mx".to_owned()]);
+        assert_eq!(table.to_string(), "POD          PHASE\na/long-name  -\nä             [31mx\n");
+    }
+}
