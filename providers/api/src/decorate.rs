@@ -75,6 +75,20 @@ impl Decorated {
     where
         F: Future<Output = Result<T, Error>>,
     {
+        self.call_for(self.config.retry_for, operation, what, ask).await
+    }
+
+    /// Repeats the call for this time after its first failure.
+    async fn call_for<T, F>(
+        &self,
+        retry_for: Duration,
+        operation: &'static str,
+        what: &str,
+        ask: impl Fn() -> F,
+    ) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, Error>>,
+    {
         let provider = self.inner.name();
         let mut outcome = CallOutcome::start(&self.metrics, operation);
         let start = Instant::now();
@@ -89,7 +103,7 @@ impl Decorated {
             let Retry::After(least) = error.retry() else { break Err(error) };
             let pause = pause(least, tries);
             let since = first_failure.get_or_insert_with(Instant::now).elapsed();
-            if since + pause > self.config.retry_for {
+            if since + pause > retry_for {
                 break Err(error);
             }
             self.metrics.retried(operation, error.class());
@@ -168,7 +182,8 @@ impl Provider for Decorated {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        self.call("preflight", "provider", || self.inner.preflight()).await
+        // Its caller repeats it, and shows each failure at once.
+        self.call_for(Duration::ZERO, "preflight", "provider", || self.inner.preflight()).await
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {

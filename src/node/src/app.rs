@@ -42,14 +42,12 @@ use crate::secrets::PullSecrets;
 use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
 use crate::volumes::{PodStorage, Pods, Volumes};
-use crate::{installation, sweep, wireguard_fds};
+use crate::{installation, preflight, sweep, wireguard_fds};
 
 /// Time that calls in progress get to complete at shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
 /// Time that open connections get to close after that.
 const CLOSE: Duration = Duration::from_secs(1);
-/// Time that a start waits for the provider. After it the node starts, but is not ready, and new VMs wait longer.
-const PREFLIGHT: Duration = Duration::from_secs(5);
 /// Interval at which the inbox is read without a request from the relay.
 const INBOX_EVERY: Duration = Duration::from_secs(5);
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -291,7 +289,7 @@ impl Parts {
         let Parts { provider, relay, addresses, tunnel, .. } = self;
         // Before the preflight, which may wait for a connection that is lost meanwhile.
         spawn(tasks, "readiness of the provider", report_provider(provider.health(), ready.clone()));
-        preflight(tasks, provider.clone(), addresses.clone(), ready).await;
+        preflight::start(tasks, provider.clone(), addresses.clone(), ready).await;
         spawn(tasks, "relay client", relay.clone().run());
         spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
         if let Some(wireguard) = tunnel.wireguard().cloned() {
@@ -410,46 +408,6 @@ async fn report_provider(health: Option<BoxStream<'static, Option<String>>>, rea
             Some(why) => ready.not_ready(NAME, &format!("{why}: no pod can start; running pods go on")),
             None => ready.ready(NAME),
         }
-    }
-}
-
-/// Asks the provider whether the node may make all later calls. The node is not ready until it has answered.
-async fn preflight(tasks: &mut Tasks, provider: Arc<dyn Provider>, addresses: GuestAddresses, ready: &Ready) {
-    let (blocked, ready) = (ready.block("provider"), ready.clone());
-    blocked.because("the provider's preflight is running");
-    let asked = async move {
-        loop {
-            match provider.preflight().await {
-                Ok(found) => {
-                    for fact in &found.facts {
-                        info!(provider = provider.name(), fact, "provider");
-                    }
-                    for warning in &found.warnings {
-                        warn!(provider = provider.name(), warning, "provider");
-                    }
-                    if !found.warnings.is_empty() {
-                        ready.warn("provider", &found.warnings.join("; "));
-                    }
-                    addresses.provider_says(found.node_addresses);
-                    drop(blocked);
-                    return;
-                }
-                Err(error) => {
-                    error!(provider = provider.name(), %error, "the provider's preflight failed; trying again");
-                    addresses.provider_fails();
-                    blocked.because(&error.to_string());
-                }
-            }
-            tokio::time::sleep(Duration::from_secs(10)).await;
-        }
-    };
-    let mut asked = Box::pin(asked);
-    if tokio::time::timeout(PREFLIGHT, &mut asked).await.is_err() {
-        warn!("the provider's preflight has not finished; starting without it");
-        tasks.spawn(async move {
-            asked.await;
-            std::future::pending().await
-        });
     }
 }
 

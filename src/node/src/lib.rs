@@ -10,6 +10,7 @@ pub mod ledger;
 mod localhost;
 mod metrics;
 mod ports;
+mod preflight;
 mod registries;
 mod relay_client;
 mod rotate;
