@@ -138,6 +138,22 @@ const TABLE: &[Row] = &[
     },
 ];
 
+/// Kinds of the project's providers that this build leaves out.
+const LEFT_OUT: &[&str] = &[
+    #[cfg(not(feature = "aws"))]
+    "aws",
+    #[cfg(not(feature = "azure"))]
+    "azure",
+    #[cfg(not(feature = "external"))]
+    "external",
+    #[cfg(not(feature = "gcp"))]
+    "gcp",
+    #[cfg(not(feature = "libvirt"))]
+    "libvirt",
+    #[cfg(not(feature = "local"))]
+    "local",
+];
+
 /// Settings of a provider, read but not yet applied.
 pub struct Settings {
     kind: String,
@@ -152,12 +168,29 @@ pub fn kinds() -> Vec<&'static str> {
     TABLE.iter().map(|row| row.kind).collect()
 }
 
+/// Returns the kinds of the project's providers that this build leaves out.
+pub fn left_out() -> &'static [&'static str] {
+    LEFT_OUT
+}
+
 /// Reads `provider.kind` and the section of that provider. Mistakes stay with the reader. The sections of other
-/// providers stay unread.
+/// providers stay unread, those of providers that this build leaves out, too.
 pub fn read(reader: &mut Reader, context: &Context) -> Settings {
     let kinds = kinds();
     let default = kinds.first().copied().unwrap_or_default();
-    let kind = reader.choice("provider.kind", default, &kinds, "cloud or hypervisor that makes the VMs");
+    let mut known = [&kinds, LEFT_OUT].concat();
+    known.sort_unstable();
+    let kind = reader.choice("provider.kind", default, &known, "cloud or hypervisor that makes the VMs");
+    for left_out in LEFT_OUT {
+        reader.leave(&format!("provider.{left_out}"));
+    }
+    if LEFT_OUT.contains(&kind.as_str()) {
+        let why = format!(
+            "not in this build, which has {}; build the programs with CLOUDS=1 (make dist CLOUDS=1)",
+            kinds.join(", ")
+        );
+        reader.mistake("provider.kind", why);
+    }
     let (mut opener, mut free) = (None, false);
     for row in TABLE {
         if row.kind == kind {
@@ -233,6 +266,18 @@ mod tests {
         assert_eq!(provider.name(), "local");
         drop(provider);
         std::fs::remove_dir_all(&context.state_dir).unwrap();
+    }
+
+    #[cfg(not(feature = "aws"))]
+    #[test]
+    fn a_provider_that_the_build_leaves_out_is_named_as_such() {
+        for (kind, mistakes) in [("aws", 1), ("local", 0)] {
+            let mut reader = reader(&[("provider.kind", kind), ("provider.aws.region", "eu-central-1")]);
+            read(&mut reader, &context());
+            let text = reader.finish().map_or_else(|why| why.to_string(), |_| String::new());
+            assert_eq!(text.matches("not in this build").count(), mistakes, "{text}");
+            assert!(!text.contains("unknown key"), "{text}");
+        }
     }
 
     #[test]
