@@ -10,6 +10,7 @@ pub(crate) mod show;
 
 mod calls;
 mod events;
+mod health;
 mod heartbeat;
 mod queue;
 mod writer;
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 use peerpod_base::admin::Ready;
 use peerpod_kube::client;
+use tokio::sync::watch;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
@@ -32,6 +34,7 @@ use crate::spec::PodRef;
 use calls::Calls;
 use capacity::Capacity;
 use events::Events;
+use health::Offer;
 use pods::Reflector;
 use writer::Writer;
 
@@ -49,6 +52,9 @@ pub(crate) struct Cluster {
     writer: Writer,
     pub events: Events,
     capacity: Capacity,
+    /// Whether the node offers peer pods.
+    offered: watch::Sender<Option<bool>>,
+    ready: Ready,
 }
 
 impl Cluster {
@@ -59,12 +65,15 @@ impl Cluster {
         ready: Ready,
     ) -> Result<Cluster, client::Error> {
         let client = client::connect(config.kubeconfig.as_deref()).await?;
-        let calls = Calls::new(client, metrics.clone(), ready);
+        let calls = Calls::new(client, metrics.clone(), ready.clone());
+        let offered = watch::Sender::new(None);
         let pods = Reflector::new(calls.clone(), &config.node_name);
         Ok(Cluster {
             writer: Writer::new(calls.clone(), pods.clone(), metrics.clone()),
             events: Events::new(calls.clone(), pods.clone(), &config.node_name, metrics),
-            capacity: Capacity::new(calls.clone(), &config),
+            capacity: Capacity::new(calls.clone(), &config, offered.subscribe()),
+            offered,
+            ready,
             config: Arc::new(config),
             pods,
             calls,
@@ -94,9 +103,14 @@ impl Cluster {
         });
     }
 
-    /// Runs the tasks that show that this daemon serves: capacity and heartbeat.
+    /// Runs the tasks that show that this daemon serves: capacity, condition and heartbeat.
     pub(crate) fn serve(&self, tasks: &mut Tasks) {
         let (capacity, calls, config) = (self.capacity.clone(), self.calls.clone(), self.config.clone());
+        if capacity.is_advertised() {
+            let offer = Offer::new(config.withdraw_after);
+            let shown = health::run(capacity.clone(), self.ready.clone(), offer, self.offered.clone());
+            spawn(tasks, "offer of peer pods", shown);
+        }
         spawn(tasks, "capacity", async move { capacity.run().await });
         spawn(tasks, "heartbeat", async move { heartbeat::run(calls, &config).await });
     }

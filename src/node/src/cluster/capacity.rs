@@ -1,9 +1,11 @@
 //! Advertises the number of peer pods that fit, as an extended resource of the Node, again whenever it is lost (a
 //! kubelet that registers anew drops it), and removes it at exit, unless another daemon has claimed it. An annotation
 //! of the Node ([`OWNER`]) names the owner, the newest daemon: an exiting one removes the resource only together with a
-//! test of it, in one patch. A daemon that advertises nothing removes a resource that a killed daemon left there.
+//! test of it, in one patch. A daemon that advertises nothing removes a resource that a killed daemon left there. While
+//! the node is not ready, [`super::health`] withdraws it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -13,12 +15,13 @@ use kube::api::{Patch, PatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use peerpod_kube::client::{Error, explain};
 use serde_json::{Value, json};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
 use super::calls::{Calls, unencodable};
 use super::config::ClusterConfig;
+use super::health::{Shown, status_of};
 
 /// The Node's annotation that names the owner of the capacity; the key of the replaced system.
 pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
@@ -28,19 +31,27 @@ const RETRY: Duration = Duration::from_secs(2);
 
 #[derive(Clone)]
 pub(super) struct Capacity {
-    calls: Calls,
-    nodes: Api<Node>,
-    node: String,
+    pub(super) calls: Calls,
+    pub(super) nodes: Api<Node>,
+    pub(super) node: String,
     resource: String,
     /// `None`: nothing is advertised.
     amount: Option<u32>,
     owner: String,
+    /// Whether the node offers peer pods; `None`: not known yet, and the capacity stays as it is.
+    offered: watch::Receiver<Option<bool>>,
     /// Whether the capacity is being removed; held while it is set or removed, so that the two do not cross.
-    closed: Arc<Mutex<bool>>,
+    pub(super) closed: Arc<Mutex<bool>>,
+    /// Whether a Node without the condition was seen, as one that was made anew.
+    pub(super) is_new: Arc<AtomicBool>,
 }
 
 impl Capacity {
-    pub(super) fn new(calls: Calls, config: &ClusterConfig) -> Capacity {
+    pub(super) fn new(
+        calls: Calls,
+        config: &ClusterConfig,
+        offered: watch::Receiver<Option<bool>>,
+    ) -> Capacity {
         let nodes = Api::all(calls.client.clone());
         // Without a UID, each daemon still has an owner mark of its own.
         let owner = config.pod_uid.clone().unwrap_or_else(|| {
@@ -51,10 +62,17 @@ impl Capacity {
             }
         });
         let (node, resource) = (config.node_name.clone(), config.resource.clone());
-        Capacity { calls, nodes, node, resource, amount: config.capacity, owner, closed: Arc::default() }
+        let amount = config.capacity;
+        let (closed, is_new) = Default::default();
+        Capacity { calls, nodes, node, resource, amount, owner, offered, closed, is_new }
     }
 
-    async fn node(&self) -> Result<Node, Error> {
+    /// Whether this daemon advertises a capacity.
+    pub(super) fn is_advertised(&self) -> bool {
+        self.amount.is_some()
+    }
+
+    pub(super) async fn node(&self) -> Result<Node, Error> {
         self.calls.call("capacity", format!("look at Node {}", self.node), self.nodes.get(&self.node)).await
     }
 
@@ -96,9 +114,11 @@ impl Capacity {
         let mut news = watcher(self.nodes.clone(), only).default_backoff().boxed();
         let mut next = Instant::now();
         let mut failed = false;
+        let mut offered = self.offered.clone();
         loop {
             tokio::select! {
                 () = sleep_until(next) => {}
+                Ok(()) = offered.changed() => {}
                 seen = news.next(), if self.amount.is_some() => match seen {
                     Some(Ok(watcher::Event::Apply(node) | watcher::Event::InitApply(node))) => {
                         if self.steps(&node).is_empty() || failed {
@@ -161,10 +181,17 @@ impl Capacity {
     /// Reads the Node, and corrects its capacity.
     async fn assert(&self) -> Result<(), Error> {
         let closed = self.closed.lock().await;
-        if *closed {
+        let offered = *self.offered.borrow();
+        if *closed || offered.is_none() {
             return Ok(());
         }
         let node = self.node().await?;
+        if status_of(&node).is_none() {
+            self.is_new.store(true, Ordering::Relaxed);
+        }
+        if offered == Some(false) {
+            return self.withdraw(&node).await;
+        }
         let annotations = node.metadata.annotations.as_ref();
         // The claim of another daemon stands: it is newer.
         if annotations.is_none_or(|annotations| !annotations.contains_key(OWNER)) {
@@ -179,9 +206,24 @@ impl Capacity {
         Ok(())
     }
 
+    /// Removes the capacity while the node offers no peer pods, unless it belongs to another daemon.
+    async fn withdraw(&self, node: &Node) -> Result<(), Error> {
+        let there = node.status.as_ref().and_then(|status| status.capacity.as_ref()?.get(&self.resource));
+        if there.is_none() {
+            return Ok(());
+        }
+        match self.patch_status("withdraw the capacity of", self.removal(&self.owner)).await {
+            Ok(_) => info!(resource = self.resource, "capacity withdrawn"),
+            Err(error) if error.status() == Some(422) || error.is_not_found() => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
     /// Returns the patch that corrects this Node's capacity; empty, if it is right.
     fn steps(&self, node: &Node) -> Vec<Value> {
-        let Some(amount) = self.amount.map(|amount| amount.to_string()) else { return Vec::new() };
+        let amount = self.amount.filter(|_| *self.offered.borrow() == Some(true));
+        let Some(amount) = amount.map(|amount| amount.to_string()) else { return Vec::new() };
         let capacity = node.status.as_ref().and_then(|status| status.capacity.as_ref());
         let Some(capacity) = capacity else {
             // The parent is made together with it, unless another client was first.
@@ -213,7 +255,13 @@ impl Capacity {
         let mut closed = self.closed.lock().await;
         *closed = true;
         match self.patch_status("remove the capacity of", self.removal(&self.owner)).await {
-            Ok(_) => Ok(true),
+            Ok(_) => {
+                // The capacity is gone; a condition that is not written is no fault of that.
+                if let Err(error) = self.write_condition(&Shown::stopped()).await {
+                    warn!(%error, "cannot show on the Node that peerpod-node stops");
+                }
+                Ok(true)
+            }
             // The test failed, or there was nothing to remove.
             Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(false),
             Err(error) => Err(error),

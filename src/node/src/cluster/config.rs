@@ -1,6 +1,7 @@
 //! Reads the keys of sections `cluster` and `kubernetes` that the node uses.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 
@@ -8,6 +9,10 @@ use peerpod_base::config::Reader;
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 /// Length limit of a node's name: the Lease is `peerpod-node-<node>`, and a name has at most 253 characters.
 const MOST_NAME: usize = 253 - peerpod_kube::heartbeat::PREFIX.len();
+
+/// Time for which the node must be not ready before it withdraws its capacity: longer than a restart of the relay or of
+/// libvirtd.
+const WITHDRAW_AFTER: Duration = Duration::from_secs(15);
 
 /// Settings of the client of the cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +24,7 @@ pub(crate) struct ClusterConfig {
     pub resource: String,
     /// `cluster.capacity`; `None`: nothing is advertised.
     pub capacity: Option<u32>,
+    pub withdraw_after: Duration,
     pub kubeconfig: Option<PathBuf>,
 }
 
@@ -53,6 +59,7 @@ impl ClusterConfig {
             "10",
             "peer pods that Kubernetes may place on this node; negative: nothing is advertised",
         );
+        let withdraw_after = reader.constant("cluster.withdraw-after", "WITHDRAW_AFTER", WITHDRAW_AFTER);
         let node_name = node_name?;
         if node_name.is_empty() || node_name.len() > MOST_NAME {
             let why = format!("not a node's name; it has 1 to {MOST_NAME} characters");
@@ -68,7 +75,7 @@ impl ClusterConfig {
             String::new()
         });
         let capacity = u32::try_from(capacity).ok();
-        Some(ClusterConfig { node_name, pod_uid, namespace, resource, capacity, kubeconfig })
+        Some(ClusterConfig { node_name, pod_uid, namespace, resource, capacity, withdraw_after, kubeconfig })
     }
 }
 

@@ -34,7 +34,7 @@ const MEMORY: Duration = Duration::from_secs(600);
 /// Events of one pod: 20 in a burst, then one every 30 s.
 const OF_A_POD: Rate = Rate { burst: 20.0, per_second: 1.0 / 30.0, at_once: usize::MAX };
 /// Size limit of one message, in bytes; newer versions of the Event API refuse more.
-const MOST_TEXT: usize = 1024;
+pub(super) const MOST_TEXT: usize = 1024;
 /// Time that an Event of an unknown pod waits for the pod.
 const POD: Duration = Duration::from_secs(3);
 
@@ -186,7 +186,7 @@ impl Events {
 }
 
 /// Cuts a text to at most `most` bytes, at a character boundary.
-fn clipped(text: &str, most: usize) -> &str {
+pub(super) fn clipped(text: &str, most: usize) -> &str {
     let mut end = text.len().min(most);
     while !text.is_char_boundary(end) {
         end -= 1;

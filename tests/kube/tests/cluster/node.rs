@@ -24,7 +24,7 @@ fn settings() -> Settings {
 /// One cluster serves all stages, because its start takes most of the time.
 #[tokio::test(flavor = "multi_thread")]
 async fn status_and_events_show_the_real_state() {
-    let mut rig = Rig::start(settings()).await;
+    let mut rig = Rig::start(settings().set("cluster.withdraw-after", "5s")).await;
     assert_eq!(rig.capacity().await, None, "nothing serves yet");
     rig.daemons().await;
     a_user_sees_capacity_and_its_pods_vm(&rig).await;
@@ -32,6 +32,7 @@ async fn status_and_events_show_the_real_state() {
     a_vm_that_dies_is_said_on_the_pod(&rig).await;
     a_take_over_that_fails_is_an_event_of_the_new_relays_pod(&rig).await;
     capacity_that_is_lost_comes_back(&rig).await;
+    a_node_that_is_not_ready_withdraws_its_capacity(&mut rig).await;
     pods_of_one_name_are_told_apart(&rig).await;
     kills_around_the_create_leave_nothing(&mut rig).await;
     an_emptied_ledger_costs_no_pod_its_vm(&mut rig).await;
@@ -219,6 +220,48 @@ async fn capacity_that_is_lost_comes_back(rig: &Rig) {
     assert_eq!(rig.owner().await.as_deref(), Some("first-daemon"));
     rig.make_node();
     rig.wait_capacity(Some("50")).await;
+}
+
+/// Kills the relay: capacity, condition and an Event follow, and return with the relay.
+async fn a_node_that_is_not_ready_withdraws_its_capacity(rig: &mut Rig) {
+    let condition = async |rig: &Rig, status: &str| {
+        let path = "jsonpath={.status.conditions[?(@.type=='PeerPodsReady')]}";
+        let what = format!("PeerPodsReady: {status}");
+        let seen = wait_for(&what, LIMIT, async || {
+            let text = rig.cluster.kubectl(&["get", "node", NODE, "-o", path])?;
+            let seen: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+            Ok((seen["status"] == status).then_some(seen))
+        });
+        seen.await.unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()))
+    };
+    let before = condition(rig, "True").await;
+    // A relay that returns at once changes nothing.
+    rig.daemons.kill_relay().unwrap();
+    wait_for("not ready", LIMIT, async || Ok((rig.readyz()["ready"] == false).then_some(()))).await.unwrap();
+    rig.daemons.start_relay().unwrap();
+    rig.daemons.ready().await.unwrap();
+    assert_eq!(condition(rig, "True").await["lastTransitionTime"], before["lastTransitionTime"]);
+
+    rig.daemons.kill_relay().unwrap();
+    rig.wait_capacity(None).await;
+    let away = condition(rig, "False").await;
+    assert_eq!(away["reason"], "RelayAway", "{away}");
+    assert!(away["message"].as_str().unwrap().contains("peerpod-relay is away"), "{away}");
+    rig.daemons.start_relay().unwrap();
+    rig.daemons.ready().await.unwrap();
+    rig.wait_capacity(Some("50")).await;
+    condition(rig, "True").await;
+    let fields = format!("involvedObject.kind=Node,involvedObject.name={NODE}");
+    let words = ["get", "events", "-n", "default", "--field-selector", &fields];
+    wait_for("an Event of each change", LIMIT, async || {
+        let seen = rig.cluster.kubectl(&words)?;
+        Ok((seen.contains("CapacityWithdrawn") && seen.contains("CapacityRestored")).then_some(()))
+    })
+    .await
+    .unwrap();
+    let seen = rig.show(&words);
+    assert_eq!(seen.matches("CapacityWithdrawn").count(), 1, "{seen}");
+    rig.show(&["describe", "node", NODE]);
 }
 
 /// Deletes a StatefulSet's pod by force while its sandbox lives, and makes the next one of the same name at once.

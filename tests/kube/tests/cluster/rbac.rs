@@ -92,7 +92,7 @@ async fn each_role_works_with_its_rights_and_has_no_others() {
     for namespace in ["shop", "files"] {
         cluster.namespace(namespace).await.unwrap();
     }
-    cluster.install(OWN, &["--set", driver]).unwrap();
+    cluster.install(OWN, &["--set", driver, "--set", "config.provider.kind=libvirt"]).unwrap();
     for node in ["worker-1", "worker-2"] {
         apply(&cluster, &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}));
         let status = r#"{"status":{"capacity":{"cpu":"4","memory":"8Gi","pods":"110"}}}"#;
@@ -383,6 +383,12 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     })
     .await
     .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
+    wait_for("the Node's condition", LIMIT, async || {
+        let path = "jsonpath={.status.conditions[?(@.type=='PeerPodsReady')].status}";
+        Ok((cluster.kubectl(&["get", "node", "worker-1", "-o", path])? == "True").then_some(()))
+    })
+    .await
+    .unwrap_or_else(|why| panic!("{why}\n{}", tails()));
     let (shim, network) = (daemons.shim().await.unwrap(), world.pod().unwrap());
     let wrong = Annotations::new("shop", "web").hypervisor("default_vcpus", "many");
     shim.create_vm(&fresh_id("wrong"), wrong, &network.namespace().path()).await.unwrap_err();
@@ -458,7 +464,8 @@ async fn node_is_bounded(cluster: &Cluster, who: &Path) {
         let patched = nodes.patch_status(node, &PatchParams::default(), &Patch::Merge(change)).await;
         patched.map(drop).map_err(|why| why.to_string())
     };
-    let capacity = json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"}}});
+    let capacity = json!({"status": {"capacity": {"kata.peerpods.io/vm": "99"},
+        "conditions": [{"type": "PeerPodsReady", "status": "False"}]}});
     status("worker-1", capacity.clone()).await.unwrap();
     let why = status("worker-2", capacity).await.unwrap_err();
     assert!(why.contains("a daemon on node worker-1 may not change node worker-2"), "{why}");

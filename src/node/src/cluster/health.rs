@@ -1,0 +1,241 @@
+//! Decides from the readiness whether the node offers peer pods, and shows that as a condition and Events of the Node.
+//! While the node is not ready, no pod could start, so [`Capacity`] withdraws the extended resource: Kubernetes then
+//! places peer pods elsewhere. A short interruption changes nothing.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Event, Node};
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{Patch, PatchParams, PostParams};
+use peerpod_base::admin::Ready;
+use peerpod_kube::client::Error;
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+
+use super::calls::unencodable;
+use super::capacity::Capacity;
+use super::events::{MOST_TEXT, clipped};
+
+/// Type of the Node's condition.
+const CONDITION: &str = "PeerPodsReady";
+/// Namespace of Events of Nodes, which have none.
+const NAMESPACE: &str = "default";
+/// Time for which the node must be ready again before it offers peer pods again.
+const RETURN_AFTER: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which an unchanged condition is written: another client may have replaced the Node.
+const WRITE_EVERY: Duration = Duration::from_secs(300);
+
+/// Offer of peer pods, with a delay for each change.
+#[derive(Debug)]
+pub(super) struct Offer {
+    withdraw_after: Duration,
+    /// `None`: the node was never ready, and not for long.
+    offered: Option<bool>,
+    /// Time since which the readiness contradicts the offer.
+    against: Option<Instant>,
+}
+
+impl Offer {
+    pub(super) fn new(withdraw_after: Duration) -> Offer {
+        Offer { withdraw_after, offered: None, against: None }
+    }
+
+    /// Returns the new offer if it changes now.
+    fn step(&mut self, ready: bool, now: Instant) -> Option<bool> {
+        if self.offered == Some(ready) {
+            self.against = None;
+            return None;
+        }
+        let since = now - *self.against.get_or_insert(now);
+        let delay = match (self.offered, ready) {
+            (None, true) => Duration::ZERO,
+            (_, true) => RETURN_AFTER,
+            (_, false) => self.withdraw_after,
+        };
+        if since < delay {
+            return None;
+        }
+        (self.offered, self.against) = (Some(ready), None);
+        self.offered
+    }
+}
+
+/// State of the condition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Shown {
+    ready: bool,
+    reason: &'static str,
+    message: String,
+}
+
+impl Shown {
+    /// State of a node whose daemon ends.
+    pub(super) fn stopped() -> Shown {
+        let message = "peerpod-node has stopped: no pod can start; running pods go on".to_owned();
+        Shown { ready: false, reason: "DaemonStopped", message }
+    }
+
+    fn of(offered: bool, waiting: &BTreeMap<String, String>) -> Shown {
+        if offered {
+            let message = "the provider and peerpod-relay work".to_owned();
+            return Shown { ready: true, reason: "Ready", message };
+        }
+        let reason = match waiting.keys().next().map(String::as_str) {
+            Some(name) if name.starts_with("provider") => "ProviderRefuses",
+            Some("relay") => "RelayAway",
+            Some(_) => "NotReady",
+            None => "Returning",
+        };
+        let causes: Vec<&str> = waiting.values().map(String::as_str).collect();
+        Shown { ready: false, reason, message: clipped(&causes.join("; "), MOST_TEXT).to_owned() }
+    }
+}
+
+/// Follows the readiness, publishes the offer, and writes condition and Events, for ever.
+pub(super) async fn run(
+    capacity: Capacity,
+    ready: Ready,
+    mut offer: Offer,
+    publish: watch::Sender<Option<bool>>,
+) {
+    let (mut written, mut event) = (None::<(Shown, Instant)>, None);
+    let mut failed = false;
+    loop {
+        let waiting = ready.waiting();
+        if capacity.is_new.swap(false, Ordering::Relaxed) {
+            written = None;
+        }
+        let before = offer.offered;
+        if let Some(offered) = offer.step(waiting.is_empty(), Instant::now()) {
+            publish.send_replace(Some(offered));
+            let shown = Shown::of(offered, &waiting);
+            match (before, offered) {
+                (_, false) => warn!(why = shown.message, "the node offers no peer pods any more"),
+                (_, true) => info!("the node offers peer pods"),
+            }
+            if (before, offered) != (None, true) {
+                event = Some((shown, Timestamp::now()));
+            }
+        }
+        let done = async {
+            if let Some(offered) = offer.offered {
+                // The text of a withheld offer stays while the node returns.
+                let shown = Shown::of(offered, &waiting);
+                let known = written.as_ref().filter(|(_, at)| at.elapsed() < WRITE_EVERY);
+                let same = known.is_some_and(|(known, _)| *known == shown || shown.reason == "Returning");
+                if !same {
+                    capacity.show(&shown).await?;
+                    written = Some((shown, Instant::now()));
+                }
+            }
+            if let Some((shown, at)) = &event {
+                capacity.tell(shown, *at).await?;
+                event = None;
+            }
+            Ok::<(), Error>(())
+        };
+        let done = done.await;
+        if let Err(error) = &done
+            && !failed
+        {
+            warn!(%error, "cannot show on the Node whether it offers peer pods; trying again");
+        }
+        failed = done.is_err();
+        sleep(LOOK_EVERY).await;
+    }
+}
+
+impl Capacity {
+    /// Writes the condition, unless the capacity is being given back.
+    async fn show(&self, shown: &Shown) -> Result<(), Error> {
+        let closed = self.closed.lock().await;
+        if *closed { Ok(()) } else { self.write_condition(shown).await }
+    }
+
+    /// Writes the condition. The time of its transition changes with its status alone.
+    pub(super) async fn write_condition(&self, shown: &Shown) -> Result<(), Error> {
+        let node = self.node().await?;
+        let (now, status) = (Timestamp::now(), if shown.ready { "True" } else { "False" });
+        let mut condition = json!({
+            "type": CONDITION, "status": status, "reason": shown.reason, "message": shown.message,
+            "lastHeartbeatTime": now,
+        });
+        if status_of(&node).is_none_or(|old| old != status) {
+            condition["lastTransitionTime"] = json!(now);
+        }
+        // Conditions are merged by their type.
+        let patch = Patch::Strategic(json!({"status": {"conditions": [condition]}}));
+        let params = PatchParams::default();
+        let patched = self.nodes.patch_status(&self.node, &params, &patch);
+        let what = format!("write the condition {CONDITION} of Node {}", self.node);
+        self.calls.call("condition", what, patched).await.map(drop)
+    }
+
+    /// Posts an Event on the Node. The name is the same when the same Event is tried again.
+    async fn tell(&self, shown: &Shown, at: Timestamp) -> Result<(), Error> {
+        let (reason, kind) =
+            if shown.ready { ("CapacityRestored", "Normal") } else { ("CapacityWithdrawn", "Warning") };
+        let what = format!("write the Event {reason} of Node {}", self.node);
+        let event = serde_json::from_value(json!({
+            "metadata": {"name": format!("{}.{:x}", self.node, at.as_millisecond()), "namespace": NAMESPACE},
+            // kubelet and kubectl use a Node's name as the UID in its Events.
+            "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": self.node, "uid": self.node},
+            "reason": reason, "message": shown.message, "type": kind, "count": 1,
+            "firstTimestamp": at, "lastTimestamp": at,
+            "source": {"component": "peerpod-node", "host": self.node},
+            "reportingComponent": "peerpod-node", "reportingInstance": self.node,
+        }));
+        let event: Event = event.map_err(|error| unencodable(&what, error))?;
+        let events: Api<Event> = Api::namespaced(self.calls.client.clone(), NAMESPACE);
+        let params = PostParams::default();
+        match self.calls.call("event", what, events.create(&params, &event)).await {
+            Err(error) if !error.is_conflict() => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Status of the Node's condition.
+pub(super) fn status_of(node: &Node) -> Option<&str> {
+    let conditions = node.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|one| one.type_ == CONDITION).map(|one| one.status.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_interruption_withdraws_nothing_and_a_long_one_does() {
+        let start = Instant::now();
+        let mut offer = Offer::new(Duration::from_secs(15));
+        let mut at = |second: u64, ready: bool| offer.step(ready, start + Duration::from_secs(second));
+        assert_eq!(at(0, false), None, "a start waits");
+        assert_eq!(at(2, true), Some(true), "the first readiness counts at once");
+        assert_eq!((at(3, false), at(17, false), at(18, true)), (None, None, None));
+        assert_eq!((at(20, false), at(34, false)), (None, None), "counted anew");
+        assert_eq!(at(35, false), Some(false));
+        assert_eq!(at(36, false), None);
+        assert_eq!((at(40, true), at(44, false), at(45, true)), (None, None, None), "it flaps");
+        assert_eq!(at(50, true), Some(true));
+        let mut never = Offer::new(Duration::from_secs(15));
+        assert_eq!(never.step(false, start), None);
+        assert_eq!(never.step(false, start + Duration::from_secs(15)), Some(false));
+    }
+
+    #[test]
+    fn the_condition_names_the_cause() {
+        let shown = |name: &str, why: &str| Shown::of(false, &[(name.to_owned(), why.to_owned())].into());
+        assert_eq!(shown("provider", "allow ec2:CreateFleet").reason, "ProviderRefuses");
+        assert_eq!(shown("provider-connection", "no libvirtd").message, "no libvirtd");
+        assert_eq!(shown("relay", "away").reason, "RelayAway");
+        assert_eq!(shown("relay", &"ä".repeat(MOST_TEXT)).message.len(), MOST_TEXT);
+        assert!(Shown::of(true, &BTreeMap::new()).ready);
+    }
+}
