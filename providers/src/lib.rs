@@ -5,11 +5,12 @@
 
 pub mod caa;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use peerpod_base::config::Reader;
+use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_provider_api::{Error, Owner, Provider};
 
 /// Facts about the node that every provider gets.
@@ -203,6 +204,28 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
     Settings { kind, free, cluster_id, node_name, opener }
 }
 
+/// Returns every setting that `ask` reads with any provider of this build, by key, independent of the configuration.
+/// `mine` and `others` are the sections as for [`Reader::load`].
+///
+/// # Errors
+/// As [`Reader::load`].
+pub fn every_setting(
+    mine: &[&str],
+    others: &[&str],
+    ask: impl Fn(&mut Reader),
+) -> Result<Vec<Setting>, Mistakes> {
+    let mut all: BTreeMap<String, Setting> = BTreeMap::new();
+    for kind in kinds() {
+        let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
+        let mut reader = Reader::load(Sources { flags, ..Sources::default() }, mine, others)?;
+        ask(&mut reader);
+        for setting in reader.asked() {
+            all.entry(setting.key.clone()).or_insert(setting);
+        }
+    }
+    Ok(all.into_values().collect())
+}
+
 impl Settings {
     /// Value of `provider.kind`.
     pub fn kind(&self) -> &str {
@@ -239,8 +262,6 @@ struct Readme;
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::config::Sources;
-
     use super::*;
 
     fn reader(flags: &[(&str, &str)]) -> Reader {

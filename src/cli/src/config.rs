@@ -2,7 +2,6 @@
 //!
 //! A daemon reads its own sections only; this command reads all together, to find a misspelled key in any section.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -111,16 +110,7 @@ fn ask(reader: &mut Reader) {
 
 /// Returns every setting of every provider in this build, independent of the configuration.
 fn every_setting() -> Result<Vec<Setting>, Mistakes> {
-    let mut all: BTreeMap<String, Setting> = BTreeMap::new();
-    for kind in peerpod_providers::kinds() {
-        let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
-        let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &SECTIONS, &OTHERS)?;
-        ask(&mut reader);
-        for setting in reader.asked() {
-            all.entry(setting.key.clone()).or_insert(setting);
-        }
-    }
-    Ok(all.into_values().collect())
+    peerpod_providers::every_setting(&SECTIONS, &OTHERS, ask)
 }
 
 #[cfg(test)]

@@ -122,7 +122,11 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
     runtime.shutdown_timeout(Duration::from_secs(10));
     let removed = match outcome {
         Ok((_, false)) => {
-            say!("the provider's records of the remaining VMs stay in {}", folder.display());
+            say!(
+                "look for VMs of this cluster with the node name {node_name} and delete them; the provider's \
+                 records of them stay in {}",
+                folder.display()
+            );
             Ok(())
         }
         _ => std::fs::remove_dir_all(&folder).with_context(|| format!("remove {}", folder.display())),
@@ -242,7 +246,7 @@ async fn report_clean_up(trial: &Trial) -> bool {
     match trial.clean_up().await {
         Ok(()) => true,
         Err(why) => {
-            say!("CLEAN-UP FAILED: {why}; look for VMs of this cluster with the node name check-…");
+            say!("CLEAN-UP FAILED: {why}");
             false
         }
     }

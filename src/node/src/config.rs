@@ -23,6 +23,8 @@ use crate::spec::GUEST_MEMORY;
 use crate::tunnel::external::Egress;
 use crate::tunnel::{TunnelConfig, TunnelKind};
 
+/// Sections that this binary reads.
+const MINE: [&str; 8] = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
 /// Sections of the shared file that other binaries read; the node reads two keys of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// Largest batch. More sandboxes do not arrive within one window; each is an entry of the batch's file.
@@ -226,19 +228,30 @@ impl NodeConfig {
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Vec<Setting>), Mistakes> {
-        let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
-        let mut reader = Reader::load(sources, &mine, &OTHERS)?;
-        let config = NodeConfig::read(&mut reader);
+        let mut reader = Reader::load(sources, &MINE, &OTHERS)?;
+        let (config, provider, log) = NodeConfig::ask(&mut reader);
+        let printed = reader.finish()?;
+        Ok((config, provider, log, printed))
+    }
+
+    /// Returns every setting of this binary with any provider, for the help text.
+    ///
+    /// # Errors
+    /// None in practice: it reads no file.
+    pub fn every_setting() -> Result<Vec<Setting>, Mistakes> {
+        peerpod_providers::every_setting(&MINE, &OTHERS, |reader| drop(NodeConfig::ask(reader)))
+    }
+
+    fn ask(reader: &mut Reader) -> (NodeConfig, peerpod_providers::Settings, LogConfig) {
+        let config = NodeConfig::read(reader);
         let context = Context {
             state_dir: config.state_dir.clone(),
             cluster_id: config.sandbox.cluster_id.clone(),
             node_name: config.sandbox.node_name.clone(),
             purpose: Purpose::Create,
         };
-        let provider = peerpod_providers::read(&mut reader, &context);
-        let log = LogConfig::read(&mut reader);
-        let printed = reader.finish()?;
-        Ok((config, provider, log, printed))
+        let provider = peerpod_providers::read(reader, &context);
+        (config, provider, LogConfig::read(reader))
     }
 
     /// Owner mark of this node's tunnels, which separates them from those of other daemons on the machine.

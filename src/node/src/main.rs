@@ -31,10 +31,9 @@ fn main() -> ExitCode {
     )
 }
 
-/// Settings for the help text: the defaults, or nothing where the present settings have mistakes.
+/// Settings for the help text: those of every provider.
 fn settings() -> Vec<Setting> {
-    let loaded = NodeConfig::load(Sources::from_process([], []));
-    loaded.map(|(.., settings)| settings).unwrap_or_default()
+    NodeConfig::every_setting().unwrap_or_default()
 }
 
 fn start(config: NodeConfig, provider: Settings, log: &LogConfig) -> anyhow::Result<()> {
@@ -53,6 +52,16 @@ mod tests {
     use peerpod_test_reference as reference;
 
     use super::*;
+
+    #[test]
+    fn help_has_the_settings_of_every_provider_with_their_choices() {
+        let help = PROGRAM.answer(std::iter::once("--help".to_owned()), settings).unwrap();
+        for key in ["node.cluster-id", "provider.local.bridge", "provider.libvirt.uri", "provider.gcp.zones"]
+        {
+            assert!(help.contains(&format!("  --{key} <value>\n")), "{key} in {help}");
+        }
+        assert!(help.contains("[one of: auto, vxlan, wireguard]"), "{help}");
+    }
 
     #[test]
     fn documented_help_is_up_to_date() {

@@ -21,9 +21,24 @@ const INTERRUPTED: u8 = 130;
 /// Width of the stages' names.
 const NAME_WIDTH: usize = 46;
 
-/// Runs the demo. A failed stage is an error.
+const USAGE: &str = "usage: peerpod-demo
+  Walks through the stages of one pod, from CreateVM to its removal, and checks each. It takes no arguments, and needs
+  root. Everything runs in namespaces of this machine, and is removed at the end.";
+
+/// Runs the demo. A failed stage is an error. Exit code 2: it has arguments, and did nothing.
 #[tokio::main]
 async fn main() -> anyhow::Result<ExitCode> {
+    match std::env::args_os().nth(1) {
+        None => {}
+        Some(word) if ["--help", "-h", "help"].iter().any(|help| word == *help) => {
+            say!("{USAGE}");
+            return Ok(ExitCode::SUCCESS);
+        }
+        Some(word) => {
+            eprintln!("peerpod-demo: unexpected argument {word:?}\n{USAGE}");
+            return Ok(ExitCode::from(2));
+        }
+    }
     // The handlers are installed first and kept until the clean-up is done: a second Ctrl-C does not interrupt it.
     let mut signals = Signals::new()?;
     say!("The stages of one pod: a VM beside its node, all in namespaces of this machine.\n");

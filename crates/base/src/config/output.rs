@@ -51,7 +51,8 @@ fn leaf(setting: &Setting) -> Value {
     Value::Object(leaf)
 }
 
-/// Prints the effective values as a configuration file, each with its origin. Unset and secret values are comments.
+/// Prints the effective values as a configuration file, each with its origin, below its meaning. Unset and secret values
+/// are comments.
 pub fn print(settings: &[Setting]) -> String {
     let mut out = String::new();
     let mut around: Vec<&str> = Vec::new();
@@ -68,24 +69,35 @@ pub fn print(settings: &[Setting]) -> String {
             value => ("", value.to_string()),
         };
         let indent = steps.len() * 2;
+        for line in setting.help.lines() {
+            out.push_str(&format!("{:indent$}# {line}\n", ""));
+        }
         out.push_str(&format!("{:indent$}{sign}{name}: {value}  # {}\n", "", setting.origin));
         around = steps;
     }
     out
 }
 
-/// Prints every setting with its flag, variable, default and meaning, without values.
+/// Prints every setting with its flag, variable, default, choices and meaning, without values.
 pub fn help(settings: &[Setting]) -> String {
     let mut out = String::new();
     for setting in settings {
-        let Setting { key, help, default, required, .. } = setting;
+        let Setting { key, help, default, required, schema, .. } = setting;
         let default = match default.as_deref() {
             None if *required => "must be given",
             None | Some("") => "none",
             Some(default) => default,
         };
+        let choices: Vec<&str> =
+            schema["enum"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+        let choices = match choices[..] {
+            [] => String::new(),
+            _ => format!(" [one of: {}]", choices.join(", ")),
+        };
         let variable = env_name(key);
-        out.push_str(&format!("  --{key} <value>\n      {help} [default: {default}] [env: {variable}]\n"));
+        out.push_str(&format!(
+            "  --{key} <value>\n      {help}{choices} [default: {default}] [env: {variable}]\n"
+        ));
     }
     out
 }

@@ -349,6 +349,9 @@ fn printed_settings_read_back_as_the_same_configuration() {
     let asked = ask(&mut r);
     let text = print(&r.finish().unwrap());
     assert!(text.contains("  # token: (set)  # PEERPOD_PROVIDER_FAKE_TOKEN"), "{text}");
+    let lines: Vec<&str> = text.lines().collect();
+    let lease = lines.iter().position(|line| line.trim_start().starts_with("lease:")).unwrap();
+    assert_eq!(lines[lease - 1], "  # silence after which a VM powers off", "{text}");
     let file = Temp::new(&text);
     let mut again = reader(Some(&file), &[], &[]);
     let (lease, port, names, token) = ask(&mut again);
@@ -380,7 +383,9 @@ fn the_schema_has_every_requested_key_and_no_other() {
 fn help_names_flag_variable_and_default_of_every_setting() {
     let mut r = reader(None, &[], &[]);
     ask(&mut r);
+    r.choice("node.kind", "a", &["a", "b"], "which one");
     let text = help(&r.asked());
+    assert!(text.contains("which one [one of: a, b] [default: a]"), "{text}");
     assert!(text.contains("--node.lease <value>"), "{text}");
     assert!(text.contains("[default: 15m] [env: PEERPOD_NODE_LEASE]"), "{text}");
 }
