@@ -10,6 +10,9 @@ WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
+# Of the programs; this machine's, because nothing is linked for another one. VM images exist for x86_64 only.
+ARCH := $(shell uname -m)
+
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
 # FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/vm-image/README.md.
@@ -23,7 +26,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
 .PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws test-clouds bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
-	image-bins image-lock dist kustomize
+	image-bins image-lock dist release check-arch kustomize
 
 setup:
 	@scripts/setup
@@ -56,9 +59,21 @@ image-bins: setup-image
 image-lock:
 	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
 
+# Whether everything that is shipped compiles for another architecture: `make check-arch ARCH=aarch64`. Needs the Rust
+# target, and a C compiler for it (package gcc-aarch64-linux-gnu) on a machine of another architecture.
+SHIPPED := $(DIST_PACKAGES) peerpod-guest peerpod-images peerpod-initrd peerpod-wireguard
+check-arch: export CC_aarch64_unknown_linux_musl ?= $(if $(filter x86_64,$(shell uname -m)),aarch64-linux-gnu-gcc,musl-gcc)
+check-arch:
+	$(CARGO) check --locked --target $(ARCH)-unknown-linux-musl $(SHIPPED:%=-p %) $(DIST_WITH)
+
+# The files of a release, for this machine's architecture: programs, container image, VM images, chart, bill of materials,
+# notes, checksums, signatures. PARTS="tree chart": these alone. scripts/release describes parts and variables.
+release:
+	scripts/release $(PARTS)
+
 # The container image's tree: target/dist/rootfs, and what it is made of (target/dist/sbom.cdx.json). Static programs;
 # CLOUDS=1: with the clouds' SDKs. PROFILE=dev: with the programs of the tests' build, and the libraries that these need.
-DIST_TARGET := x86_64-unknown-linux-musl
+DIST_TARGET := $(ARCH)-unknown-linux-musl
 DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
 DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
 # Paths of this machine are not in what is built.
