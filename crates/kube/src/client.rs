@@ -59,6 +59,11 @@ impl Error {
         matches!(self, Error::Api { error: kube::Error::Api(status), .. } if status.code == 404 && !is_unknown_kind(status))
     }
 
+    /// Whether the API server does not know the kind of the object: no object of the kind exists.
+    pub fn is_unknown_kind(&self) -> bool {
+        matches!(self, Error::Api { error: kube::Error::Api(status), .. } if is_unknown_kind(status))
+    }
+
     /// Whether another writer was first: the object exists already, or has changed since it was read.
     pub fn is_conflict(&self) -> bool {
         self.status() == Some(409)

@@ -29,9 +29,15 @@ spec:
     metadata:
       labels:
         {{- include "peerpod.labels" $part | nindent 8 }}
+        {{- with $v.node.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       annotations:
         # A changed configuration is a rolling update.
         peerpod.io/config: {{ include "peerpod.config" . | sha256sum }}
+        {{- with include "peerpod.references" . }}
+        peerpod.io/references: {{ . | trim | quote }}
+        {{- end }}
         {{- with $v.node.podAnnotations }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -51,7 +57,14 @@ spec:
         {{- toYaml $v.nodeSelector | nindent 8 }}
       tolerations:
         {{- toYaml $v.node.tolerations | nindent 8 }}
+      {{- with $v.node.affinity }}
+      affinity:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       securityContext:
+        {{- with include "peerpod.confinement" $part }}
+        {{- trim . | nindent 8 }}
+        {{- end }}
         # It enters network namespaces, which are root's.
         runAsUser: 0
         runAsGroup: 0
@@ -67,7 +80,7 @@ spec:
               valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
             - name: PEERPOD_CLUSTER_POD_UID
               valueFrom: {fieldRef: {fieldPath: metadata.uid}}
-            {{- with $v.provider.env }}
+            {{- with concat $v.provider.env $v.node.extraEnv }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
           envFrom:
@@ -212,6 +225,9 @@ spec:
       labels:
         {{- include "peerpod.selector" $part | nindent 8 }}
         app.kubernetes.io/instance: {{ .Release.Name }}
+        {{- with $v.relay.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- with $v.relay.podAnnotations }}
       annotations:
         {{- toYaml . | nindent 8 }}
@@ -231,7 +247,14 @@ spec:
         {{- toYaml $v.nodeSelector | nindent 8 }}
       tolerations:
         {{- toYaml $v.relay.tolerations | nindent 8 }}
+      {{- with $v.relay.affinity }}
+      affinity:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       securityContext:
+        {{- with include "peerpod.confinement" $part }}
+        {{- trim . | nindent 8 }}
+        {{- end }}
         # Shares folders with peerpod-node that are nobody else's, and reads containers' bundles, which are root's alone.
         # No capability, its own system call filter, and Landlock for all other files.
         runAsUser: 0
@@ -261,6 +284,9 @@ spec:
             # Not in the shared file: a relay of an older release reads that at a restart, and would refuse the key.
             - name: PEERPOD_RELAY_BUNDLES
               value: {{ $bundles }}
+            {{- end }}
+            {{- with $v.relay.extraEnv }}
+            {{- toYaml . | nindent 12 }}
             {{- end }}
           # `kubectl describe pod` shows why the program ended.
           terminationMessagePolicy: FallbackToLogsOnError

@@ -101,6 +101,9 @@ securityContext:
 
 {{- define "peerpod.unprivilegedPod" -}}
 securityContext:
+  {{- with include "peerpod.confinement" . }}
+  {{- trim . | nindent 2 }}
+  {{- end }}
   {{- if eq (int .user) 0 }}
   runAsUser: 0
   {{- else }}
@@ -113,7 +116,12 @@ securityContext:
     type: RuntimeDefault
 {{- end }}
 
+{{- /* A component's own affinity, or else: replicas on different nodes. */ -}}
 {{- define "peerpod.spread" -}}
+{{- with (index .root.Values .component).affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- else }}
 affinity:
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -123,4 +131,58 @@ affinity:
           labelSelector:
             matchLabels:
               {{- include "peerpod.selector" . | nindent 14 }}
+{{- end }}
+{{- end }}
+
+{{- /* AppArmor and SELinux of a component's pods, in their securityContext. */ -}}
+{{- define "peerpod.confinement" -}}
+{{- with (index .root.Values .component).appArmorProfile }}
+appArmorProfile:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with (index .root.Values .component).seLinuxOptions }}
+seLinuxOptions:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Changes with the ConfigMap and the Secrets whose content the pods have as variables and files, so that an upgrade
+restarts the pods. Empty where Helm cannot read them, as in `helm template`. Of an object in the cluster it has the version:
+a hash of a Secret would confirm a guess of the content. */ -}}
+{{- define "peerpod.references" -}}
+{{- $p := .Values.provider -}}
+{{- $names := list (list "ConfigMap" $p.configMapName) (list "Secret" $p.filesSecretName) -}}
+{{- if $p.secret -}}
+{{- print (toJson $p.secret | sha256sum | trunc 8) " " -}}
+{{- else -}}
+{{- $names = append $names (list "Secret" $p.secretName) -}}
+{{- end -}}
+{{- range $names -}}
+{{- if last . -}}
+{{- with lookup "v1" (first .) $.Release.Namespace (last .) -}}
+{{- print .metadata.uid "/" .metadata.resourceVersion " " -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- /* Whether this release makes the RuntimeClass: not one that another release, like kata-deploy's, has made. */ -}}
+{{- define "peerpod.ownsRuntimeClass" -}}
+{{- if .Values.runtimeClass.create -}}
+{{- $found := lookup "node.k8s.io/v1" "RuntimeClass" "" .Values.runtimeClass.name -}}
+{{- $of := dig "metadata" "annotations" (dict) $found -}}
+{{- $name := index $of "meta.helm.sh/release-name" -}}
+{{- $namespace := index $of "meta.helm.sh/release-namespace" -}}
+{{- if or (not $found) (and (eq $name .Release.Name) (eq $namespace .Release.Namespace)) -}}
+yes
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "peerpod.nodeLabels" -}}
+{{- $labels := list -}}
+{{- range $key, $value := .Values.nodeSelector -}}
+{{- $labels = append $labels (printf "%s=%s" $key $value) -}}
+{{- end -}}
+{{- join "," $labels -}}
 {{- end }}

@@ -1,6 +1,6 @@
 //! Runs one role of the cluster side: `peerpod-cluster ROLE`. `crds` prints the CustomResourceDefinitions, `webhook`
-//! answers admission reviews, `controller` manages the cluster's VMs. `peerpod-cluster ROLE --help` shows a role's
-//! settings.
+//! answers admission reviews, `controller` manages the cluster's VMs, `idle` fails while PeerPods exist.
+//! `peerpod-cluster ROLE --help` shows a role's settings.
 //!
 //! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
 //! has mistakes.
@@ -11,6 +11,7 @@
 
 mod authority;
 mod controller;
+mod idle;
 mod rollout;
 mod secrets;
 mod serve;
@@ -29,8 +30,8 @@ use crate::controller::Settings;
 use crate::webhook::WebhookConfig;
 
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom \
-     resources' definitions), webhook (answer admission reviews), controller (manage the cluster's VMs); \
-     ROLE --help shows a role's settings";
+     resources' definitions), webhook (answer admission reviews), controller (manage the cluster's VMs), idle \
+     (fail while PeerPods exist); ROLE --help shows a role's settings";
 
 const PROGRAM: Program =
     Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
@@ -70,7 +71,7 @@ impl Role {
     }
 }
 
-const ROLES: [Role; 2] = [
+const ROLES: [Role; 3] = [
     Role {
         name: "webhook",
         about: "answers admission reviews with a patch for each pod that asks for a VM",
@@ -102,6 +103,15 @@ const ROLES: [Role; 2] = [
             })
         },
     },
+    Role {
+        name: "idle",
+        about: "fails while PeerPods exist; the chart runs it before its removal",
+        mine: &["kubernetes", "log"],
+        read: |reader| {
+            let (settings, log) = (idle::Settings::read(reader), LogConfig::read(reader));
+            Box::new(move || program::run(&log, Runtime::new, async |_| idle::check(settings).await))
+        },
+    },
 ];
 
 fn main() -> ExitCode {
@@ -120,7 +130,7 @@ fn main() -> ExitCode {
     }
     let Some(role) = ROLES.iter().find(|role| Some(role.name) == word) else {
         let said = word.map_or_else(|| "no role".to_owned(), |word| format!("{word:?} is no role"));
-        eprintln!("peerpod-cluster: {said}; write crds, webhook or controller, or --help");
+        eprintln!("peerpod-cluster: {said}; write crds, webhook, controller or idle, or --help");
         return ExitCode::from(2);
     };
     if let Some(answer) = role.program().answer(words.iter().skip(1).cloned(), || settings(role)) {
@@ -132,15 +142,20 @@ fn main() -> ExitCode {
 }
 
 fn load(role: &Role, sources: Sources) -> Result<(Start, Vec<Setting>), Mistakes> {
-    let others: Vec<&str> = SECTIONS.into_iter().filter(|section| !role.mine.contains(section)).collect();
-    let mut reader = Reader::load(sources, role.mine, &others)?;
+    let mut reader = Reader::load(sources, role.mine, &others(role))?;
     let start = (role.read)(&mut reader);
     Ok((start, reader.finish()?))
 }
 
-/// Returns the settings with their defaults, for `--help` alone.
+/// Sections that other programs and roles read.
+fn others(role: &Role) -> Vec<&'static str> {
+    SECTIONS.into_iter().filter(|section| !role.mine.contains(section)).collect()
+}
+
+/// Returns the settings of a role with any provider, for `--help` alone.
 fn settings(role: &Role) -> Vec<Setting> {
-    load(role, Sources::from_process([], [])).map(|(_, settings)| settings).unwrap_or_default()
+    let ask = |reader: &mut Reader| drop((role.read)(reader));
+    peerpod_providers::every_setting(role.mine, &others(role), ask).unwrap_or_default()
 }
 
 fn print_crds() -> anyhow::Result<()> {
@@ -171,7 +186,8 @@ mod tests {
 
     #[test]
     fn documented_settings_are_up_to_date() {
-        for role in &ROLES {
+        // The settings of `idle` are those of all roles.
+        for role in ROLES.iter().filter(|role| role.name != "idle") {
             let mut settings = settings(role);
             // The page has them in the tables of the node and of AWS.
             settings.retain(|setting| !setting.key.starts_with("provider."));

@@ -22,6 +22,22 @@ pub fn helm(home: &Path, words: &[&str]) -> Result<String> {
     run(home, None, words)
 }
 
+/// Returns the words that run `helm`.
+///
+/// # Errors
+/// When `tests/kube/build` did not make it.
+pub fn helm_program() -> Result<String> {
+    Ok(format!("{} helm", servers()?.display()))
+}
+
+/// Returns the output of `helm` with these arguments and this kubeconfig file. `home` is a folder for its own files.
+///
+/// # Errors
+/// As [`helm`].
+pub fn helm_of(home: &Path, kubeconfig: &Path, words: &[&str]) -> Result<String> {
+    run(home, Some(kubeconfig), words)
+}
+
 /// Returns the output of `kubectl` with these arguments, without a cluster.
 ///
 /// # Errors

@@ -12,7 +12,7 @@ mod process;
 
 pub use access::{Rule, cluster_uid};
 pub use cluster::{Cluster, NODE, Options};
-pub use helm::{helm, kubectl, object, objects, project};
+pub use helm::{helm, helm_of, helm_program, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};
 pub use process::{Process, program, servers};
 

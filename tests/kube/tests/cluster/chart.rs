@@ -15,10 +15,10 @@ use peerpod_test_kube::{Cluster, Options, helm, kubectl, object, objects, progra
 use serde_json::{Value, from_value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
-const NAMESPACE: &str = "peerpod-system";
+pub(super) const NAMESPACE: &str = "peerpod-system";
 
 /// Returns every provider that has a values file, with the file. The fake one is in the tests' folder.
-fn providers() -> Vec<(String, PathBuf)> {
+pub(super) fn providers() -> Vec<(String, PathBuf)> {
     let folders = fs::read_dir(project("providers")).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<(String, PathBuf)> = folders
         .chain([project("tests/fake")])
@@ -33,10 +33,11 @@ fn providers() -> Vec<(String, PathBuf)> {
     found
 }
 
-struct Home(PathBuf);
+/// A folder of a test, removed on drop.
+pub(super) struct Home(pub(super) PathBuf);
 
 impl Home {
-    fn new(name: &str) -> Home {
+    pub(super) fn new(name: &str) -> Home {
         let path = std::env::temp_dir().join(format!("peerpod-chart-{name}-{}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
         Home(path)
@@ -49,13 +50,13 @@ impl Drop for Home {
     }
 }
 
-fn render(home: &Path, more: &[&str]) -> anyhow::Result<Vec<Value>> {
+pub(super) fn render(home: &Path, more: &[&str]) -> anyhow::Result<Vec<Value>> {
     let chart = project("deploy/chart");
     let words = [&["template", "peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
     objects(&helm(home, &words)?)
 }
 
-fn pod_templates(all: &[Value]) -> Vec<(String, &Value)> {
+pub(super) fn pod_templates(all: &[Value]) -> Vec<(String, &Value)> {
     let name = |object: &Value| object["metadata"]["name"].as_str().unwrap().to_owned();
     let found = all.iter().filter(|object| !object["spec"]["template"].is_null());
     found.map(|object| (name(object), &object["spec"]["template"]["spec"])).collect()
@@ -263,7 +264,7 @@ fn flatten(path: &str, value: &toml::Value, found: &mut BTreeSet<String>) {
 #[test]
 fn pods_have_no_more_rights_on_the_node_than_they_need() {
     let home = Home::new("pods");
-    let all = render(&home.0, &[]).unwrap();
+    let all = render(&home.0, &["--no-hooks"]).unwrap();
     let templates = pod_templates(&all);
     assert_eq!(templates.len(), 4, "node, relay, webhook, controller");
     for (name, spec) in &templates {
@@ -308,7 +309,7 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     assert_eq!(netns["mountPropagation"], "HostToContainer");
     the_pods_own_folders_are_there(&templates, &["/run/containerd/io.containerd.runtime.v2.task"]);
     let others = ["--set", "paths.bundles={/run/containers/storage,/run/k3s/task}"];
-    let all = render(&home.0, &others).unwrap();
+    let all = render(&home.0, &[&others[..], &["--no-hooks"]].concat()).unwrap();
     the_pods_own_folders_are_there(&pod_templates(&all), &["/run/containers/storage", "/run/k3s/task"]);
     for (name, spec) in &templates {
         let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
@@ -351,7 +352,7 @@ fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&st
     }
 }
 
-async fn a_node(client: &Client, name: &str) {
+pub(super) async fn a_node(client: &Client, name: &str) {
     let labels = json!({"katacontainers.io/kata-runtime": "true", "kubernetes.io/hostname": name});
     let node = json!({"metadata": {"name": name, "labels": labels}});
     let nodes: Api<Node> = Api::all(client.clone());
@@ -383,7 +384,8 @@ async fn installs_on_a_real_api_server() {
     ];
     for (name, values) in providers() {
         for mode in modes {
-            let words = [&["-f", values.to_str().unwrap()][..], mode].concat();
+            // The pod of `helm test` needs the RuntimeClass; `chart_release` runs the hooks.
+            let words = [&["-f", values.to_str().unwrap(), "--no-hooks"][..], mode].concat();
             let all = render(cluster.folder(), &words).unwrap();
             let ours = all.iter().filter(|object| !foreign.contains(&object["kind"].as_str().unwrap()));
             let list = json!({"apiVersion": "v1", "kind": "List", "items": ours.collect::<Vec<_>>()});
@@ -495,7 +497,7 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     }
 }
 
-fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
+pub(super) fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
     let chart = project("deploy/chart");
     let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
     cluster.helm(&words)

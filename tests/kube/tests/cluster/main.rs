@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 mod chart;
+mod chart_package;
+mod chart_release;
 mod controller;
 mod controller_world;
 mod crds;
