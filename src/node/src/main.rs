@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn help_has_the_settings_of_every_provider_with_their_choices() {
         let help = PROGRAM.answer(std::iter::once("--help".to_owned()), settings).unwrap();
-        for key in ["node.cluster-id", "provider.local.bridge", "provider.libvirt.uri", "provider.gcp.zones"]
+        for key in ["node.cluster-id", "provider.azure.region", "provider.libvirt.uri", "provider.gcp.zones"]
         {
             assert!(help.contains(&format!("  --{key} <value>\n")), "{key} in {help}");
         }
