@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use crate::core::{Call, Core, Delivery};
 use crate::fake::{Answer, Fake, Request, World};
 use crate::faults::{Fault, Faults};
-use crate::rates::Rates;
+use crate::rates::{Rate, Rates};
 use crate::server::{Shared, serve};
 
 /// A cloud that listens. It ends when dropped.
@@ -128,6 +128,11 @@ impl<F: Fake> Cloud<F> {
     pub fn set_rates(&self, speed: f64) {
         let mut core = self.shared.core.lock();
         core.rates = Rates::with_speed(speed);
+    }
+
+    /// Gives this account a limit of its own for a counter of [`Fake::rates`], after [`Cloud::set_rates`].
+    pub fn set_limit(&self, counter: &str, rate: Rate) {
+        self.shared.core.lock().rates.limit(counter, rate);
     }
 
     /// Sets the number of VMs left of a type in a zone on a market (`spot` or `on-demand`); `*` is any.

@@ -69,7 +69,7 @@ pub struct World<'a> {
 impl World<'_> {
     /// Takes a VM of this `(type, zone, market)` from the stock; false when there is none left.
     pub fn take_stock(&mut self, offering: [&str; 3]) -> bool {
-        self.faults.take_stock(offering)
+        self.faults.take_stock(offering, 1) == 1
     }
 
     /// Returns the time until the cloud decides on a create, and the time from then until the VM runs.
@@ -196,8 +196,8 @@ pub(crate) fn refused<T>(status: u16, code: &str, message: impl Into<String>) ->
     Err(Box::new(Refused { status, code: code.to_owned(), message: message.into() }))
 }
 
-/// Reads `a=1&b=2`.
-pub(crate) fn pairs(text: &str) -> BTreeMap<String, String> {
+/// Reads the parameters of a query or a form: `a=1&b=2`.
+pub fn pairs(text: &str) -> BTreeMap<String, String> {
     let pair = |pair: &str| {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         (decode(&name.replace('+', " ")), decode(&value.replace('+', " ")))

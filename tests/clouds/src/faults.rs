@@ -50,26 +50,26 @@ impl Fault {
 
 /// All configured faults.
 #[derive(Debug, Default)]
-pub(crate) struct Faults {
+pub struct Faults {
     /// Number of VMs left per `(type, zone, market)`; `*` is any. Offerings without an entry are endless.
-    pub(crate) stock: Vec<([String; 3], u64)>,
+    pub stock: Vec<([String; 3], u64)>,
     /// Denied actions and rights.
-    pub(crate) denied: BTreeSet<String>,
+    pub denied: BTreeSet<String>,
     /// Faults of the next calls: action, fault, number of calls.
-    pub(crate) next: Vec<(String, Fault, u32)>,
+    pub next: Vec<(String, Fault, u32)>,
     /// Time for which lists miss changes.
-    pub(crate) lag: Duration,
+    pub lag: Duration,
     /// Time before each call takes effect, and time from then until its answer.
-    pub(crate) latency: (Duration, Duration),
+    pub latency: (Duration, Duration),
     /// Time until the cloud decides on a create.
-    pub(crate) decision: Duration,
+    pub decision: Duration,
     /// Time from the decision until a VM runs.
-    pub(crate) boot: Duration,
+    pub boot: Duration,
 }
 
 impl Faults {
     /// Returns the fault of this call, if one is set.
-    pub(crate) fn next(&mut self, action: &str) -> Option<Fault> {
+    pub fn next(&mut self, action: &str) -> Option<Fault> {
         let place = self.next.iter().position(|(wanted, _, _)| wanted == action)?;
         let (_, fault, left) = self.next.get_mut(place)?;
         let fault = fault.clone();
@@ -80,17 +80,14 @@ impl Faults {
         Some(fault)
     }
 
-    pub(crate) fn take_stock(&mut self, offering: [&str; 3]) -> bool {
+    /// Takes up to `wanted` VMs of an offering from the stock; returns how many there were.
+    pub fn take_stock(&mut self, offering: [&str; 3], wanted: u64) -> u64 {
         let fits =
             |names: &[String; 3]| names.iter().zip(offering).all(|(name, one)| name == "*" || name == one);
-        match self.stock.iter_mut().find(|(names, _)| fits(names)) {
-            None => true,
-            Some((_, 0)) => false,
-            Some((_, left)) => {
-                *left -= 1;
-                true
-            }
-        }
+        let Some((_, left)) = self.stock.iter_mut().find(|(names, _)| fits(names)) else { return wanted };
+        let taken = wanted.min(*left);
+        *left -= taken;
+        taken
     }
 }
 
@@ -110,7 +107,8 @@ mod tests {
     fn the_stock_of_an_offering_ends() {
         let mut faults = Faults::default();
         faults.stock.push((["small", "*", "spot"].map(str::to_owned), 1));
-        assert!(faults.take_stock(["small", "1", "on-demand"]));
-        assert!(faults.take_stock(["small", "1", "spot"]) && !faults.take_stock(["small", "2", "spot"]));
+        assert_eq!(faults.take_stock(["small", "1", "on-demand"], 3), 3);
+        assert_eq!(faults.take_stock(["small", "1", "spot"], 3), 1);
+        assert_eq!(faults.take_stock(["small", "2", "spot"], 3), 0);
     }
 }

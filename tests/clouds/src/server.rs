@@ -36,24 +36,37 @@ pub(crate) fn serve<F: Fake>(
     shared: Arc<Shared<F>>,
     faulty: bool,
 ) -> anyhow::Result<(SocketAddr, JoinHandle<()>)> {
+    let address = listener.local_addr()?;
+    listen(listener, move |request| answer(shared.clone(), request, address, faulty))
+}
+
+/// Serves HTTP/1 on this listener until the task is aborted. An error of `answer` closes the connection.
+///
+/// # Errors
+/// When the listener cannot be used. Needs a runtime.
+pub fn listen<A>(
+    listener: std::net::TcpListener,
+    answer: impl Fn(hyper::Request<Incoming>) -> A + Clone + Send + Sync + 'static,
+) -> anyhow::Result<(SocketAddr, JoinHandle<()>)>
+where
+    A: Future<Output = anyhow::Result<Response<Full<Bytes>>>> + Send + 'static,
+{
     listener.set_nonblocking(true)?;
     let listener = TcpListener::from_std(listener)?;
     let address = listener.local_addr()?;
     let task = tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
             stream.set_nodelay(true).ok();
-            let shared = shared.clone();
-            tokio::spawn(async move {
-                let service = service_fn(|request| answer(shared.clone(), request, address, faulty));
-                // The client may close and the cloud may reset a connection; neither is an error here.
-                http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
-            });
+            let service = service_fn(answer.clone());
+            // The client may close and the cloud may reset a connection; neither is an error here.
+            let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+            tokio::spawn(async move { connection.await.ok() });
         }
     });
     Ok((address, task))
 }
 
-/// Answers a request; on an error hyper closes the connection.
+/// Answers a request.
 async fn answer<F: Fake>(
     shared: Arc<Shared<F>>,
     request: hyper::Request<Incoming>,

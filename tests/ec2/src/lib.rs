@@ -6,7 +6,6 @@
 //!   its Python environment, from PyPI, once.
 //! * [`Proxy::boto3`]: an independent client, as a witness of the account's state.
 
-mod faults;
 pub mod form;
 mod moto;
 mod proxy;
@@ -14,6 +13,7 @@ mod rules;
 mod witness;
 pub mod xml;
 
-pub use faults::{Bucket, Fault, ec2_bucket};
 pub use moto::Moto;
+pub use peerpod_test_clouds::{Fault, Rate};
 pub use proxy::{Call, Proxy, REGION};
+pub use rules::rate;

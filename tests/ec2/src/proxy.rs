@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,15 +11,11 @@ use anyhow::{Context, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
 use hyper::{Request, Response};
-use hyper_util::rt::TokioIo;
-use tokio::net::TcpListener;
+use peerpod_test_clouds::{Fault, Faults, Rates, listen, pairs};
 use tokio::task::JoinHandle;
 
-use crate::faults::{Fault, Faults};
-use crate::form::{self, Params};
+use crate::form::Params;
 use crate::moto::Moto;
 use crate::{rules, xml};
 
@@ -55,6 +51,9 @@ pub(crate) struct Shared {
     pub(crate) moto: &'static Moto,
     pub(crate) account: String,
     faults: Mutex<Faults>,
+    rates: Mutex<Rates>,
+    is_expired: AtomicBool,
+    started: Instant,
     calls: Mutex<Vec<Call>>,
     tokens: Mutex<HashMap<(String, String), Token>>,
     /// One attachment at a time.
@@ -112,6 +111,9 @@ impl Proxy {
             moto,
             account: ACCOUNTS.fetch_add(1, Ordering::Relaxed).to_string(),
             faults: Mutex::default(),
+            rates: Mutex::default(),
+            is_expired: AtomicBool::new(false),
+            started: Instant::now(),
             calls: Mutex::default(),
             tokens: Mutex::default(),
             attaching: tokio::sync::Mutex::default(),
@@ -121,9 +123,13 @@ impl Proxy {
             prices: Mutex::default(),
             known: Mutex::default(),
         });
-        let (address, faulty) = serve(listener, shared.clone(), true)?;
         let straight = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let (witness, straight) = serve(straight, shared.clone(), false)?;
+        let serve = |listener, faulty| {
+            let shared = shared.clone();
+            listen(listener, move |request| answer(shared.clone(), request, faulty))
+        };
+        let (address, faulty) = serve(listener, true)?;
+        let (witness, straight) = serve(straight, false)?;
         Ok(Proxy { address, witness, shared, tasks: vec![faulty, straight] })
     }
 
@@ -160,9 +166,7 @@ impl Proxy {
 
     /// Enables buckets of EC2's size that fill `speed` times as fast.
     pub fn set_buckets(&self, speed: f64) {
-        let mut faults = self.faults();
-        faults.buckets = Some(speed);
-        faults.filled.clear();
+        *lock(&self.shared.rates) = Rates::with_speed(speed);
     }
 
     /// Sets the number of VMs left of a type in a zone on a market (`spot` or `on-demand`); `*` is any.
@@ -178,7 +182,7 @@ impl Proxy {
 
     /// Makes the credentials expired from now on.
     pub fn expire(&self) {
-        self.faults().expired = true;
+        self.shared.is_expired.store(true, Ordering::Relaxed);
     }
 
     /// Makes the next `times` calls of an action fail.
@@ -214,6 +218,8 @@ impl Proxy {
     /// Removes all faults.
     pub fn heal(&self) {
         *self.faults() = Faults::default();
+        *lock(&self.shared.rates) = Rates::default();
+        self.shared.is_expired.store(false, Ordering::Relaxed);
     }
 
     /// Returns every call so far, in order of arrival.
@@ -255,29 +261,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn serve(
-    listener: std::net::TcpListener,
-    shared: Arc<Shared>,
-    faulty: bool,
-) -> anyhow::Result<(SocketAddr, JoinHandle<()>)> {
-    listener.set_nonblocking(true)?;
-    let listener = TcpListener::from_std(listener)?;
-    let address = listener.local_addr()?;
-    let task = tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            stream.set_nodelay(true).ok();
-            let shared = shared.clone();
-            tokio::spawn(async move {
-                let service = service_fn(|request| answer(shared.clone(), request, faulty));
-                // The client may close and the proxy may reset a connection; neither is an error here.
-                http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
-            });
-        }
-    });
-    Ok((address, task))
-}
-
-/// Answers a request; on an error hyper closes the connection.
+/// Answers a request.
 async fn answer(
     shared: Arc<Shared>,
     request: Request<Incoming>,
@@ -285,7 +269,7 @@ async fn answer(
 ) -> anyhow::Result<Response<Full<Bytes>>> {
     let body = http_body_util::Limited::new(request.into_body(), MAX_BODY).collect().await;
     let body = body.map_err(|error| anyhow::anyhow!("{error}"))?.to_bytes();
-    let mut params = form::decode(&body);
+    let mut params = pairs(&String::from_utf8_lossy(&body));
     let action = params.remove("Action").unwrap_or_default();
     // The work runs in a task of its own: EC2 completes a call even if the client no longer waits.
     let work = async move {
@@ -328,10 +312,12 @@ impl Shared {
 
     async fn decide(self: &Arc<Self>, action: &str, params: Params) -> anyhow::Result<Answer> {
         let (fault, refused, lag, boot) = {
+            let admitted =
+                lock(&self.rates).take(action, rules::rate(action), self.started.elapsed()).is_ok();
             let mut faults = lock(&self.faults);
-            let refused = if !faults.take(action, Instant::now()) {
+            let refused = if !admitted {
                 Some(Answer::refusal(503, "RequestLimitExceeded", "Request limit exceeded."))
-            } else if faults.expired {
+            } else if self.is_expired.load(Ordering::Relaxed) {
                 Some(Answer::refusal(400, "RequestExpired", "Request has expired."))
             } else if faults.denied.contains(action) {
                 let message = format!(
@@ -357,6 +343,7 @@ impl Shared {
             }
             Some(Fault::Reset) => anyhow::bail!("reset"),
             Some(Fault::LostAnswer | Fault::Late(_)) | None => {}
+            Some(other) => anyhow::bail!("EC2 has no fault {other:?}"),
         }
         let answer = match action {
             // EC2 attaches a volume once, also when the caller repeats the call before the answer; moto may do it twice.
@@ -476,7 +463,8 @@ impl Shared {
         lock(&self.made).get(id).is_some_and(|at| at.elapsed() < than)
     }
 
-    pub(crate) fn with_stock<T>(&self, work: impl FnOnce(&mut Faults) -> T) -> T {
-        work(&mut lock(&self.faults))
+    /// Takes VMs of an offering from the stock; returns how many there were.
+    pub(crate) fn take_stock(&self, offering: [&str; 3], wanted: u64) -> u64 {
+        lock(&self.faults).take_stock(offering, wanted)
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use peerpod_test_clouds::Rate;
 
 use crate::form::{self, Params};
 use crate::proxy::{Answer, Shared, lock};
@@ -13,6 +14,18 @@ use crate::xml;
 
 /// Largest raw user-data in bytes, before base64.
 const MAX_USER_DATA: usize = 16 << 10;
+
+/// Returns an action's bucket, as EC2 publishes it per account and region.
+pub fn rate(action: &str) -> Rate {
+    let (per_second, burst) = match action {
+        "RunInstances" => (2.0, 5.0),
+        "TerminateInstances" => (5.0, 100.0),
+        "CreateTags" => (10.0, 100.0),
+        _ if action.starts_with("Describe") || action.starts_with("Get") => (20.0, 100.0),
+        _ => (5.0, 50.0),
+    };
+    Rate::Bucket { per_minute: 60.0 * per_second, burst }
+}
 
 /// Returns EC2's refusal of a call that moto would accept.
 pub(crate) async fn refused(
@@ -171,22 +184,12 @@ pub(crate) async fn fleet(shared: &Arc<Shared>, mut params: Params) -> anyhow::R
     let mut chosen = None;
     let mut granted = wanted;
     for one in &overrides {
-        let left = shared.with_stock(|faults| {
-            let left = faults.left([&one.machine, &one.zone, &market]);
-            left.map(|left| {
-                let taken = (*left).min(wanted);
-                *left -= taken;
-                taken
-            })
-        });
-        match left {
-            Some(0) => refused.push(one),
-            granting => {
-                granted = granting.unwrap_or(wanted);
-                chosen = Some(one);
-                break;
-            }
+        granted = shared.take_stock([&one.machine, &one.zone, &market], wanted);
+        if granted > 0 {
+            chosen = Some(one);
+            break;
         }
+        refused.push(one);
     }
     let errors: String = refused.iter().map(|one| fleet_error(one, &market)).collect();
     let Some(chosen) = chosen else {
@@ -287,15 +290,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, params: Params) -> anyhow::Result<
     let dry = params.get("DryRun").is_some_and(|dry| dry == "true");
     if !subnet.is_empty() && !dry {
         let zone = zone_of(shared, &subnet).await?;
-        let none = shared.with_stock(|faults| match faults.left([&machine, &zone, market]) {
-            Some(0) => true,
-            Some(left) => {
-                *left -= 1;
-                false
-            }
-            None => false,
-        });
-        if none {
+        if shared.take_stock([&machine, &zone, market], 1) == 0 {
             let message = format!(
                 "We currently do not have sufficient {machine} capacity in the Availability Zone you requested ({zone})."
             );
