@@ -197,6 +197,13 @@ impl Fake for Azure {
     }
 
     fn answer(&mut self, request: &Request, action: &str, world: &mut World<'_>) -> Answer {
+        if request.lacks_length() {
+            // The web server in front of Azure answers, so the body is not in Azure's form.
+            return Answer::text(
+                411,
+                "HTTP Error 411. The request must be chunked or have a content length.",
+            );
+        }
         let route = Route::of(request);
         let answer = self.dispatch(request, &route, action, world);
         let mut answer = answer.unwrap_or_else(|one| self.refusal(one.status, &one.code, &one.message));

@@ -94,7 +94,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Returns a request to this path and query, with JSON if there is a body.
+    /// Returns a request to this path and query, with JSON if there is a body. Its length is a header, as clients send it.
     pub fn new(method: &str, target: &str, headers: &[(&str, &str)], body: Option<&Value>) -> Request {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
         let mut all: BTreeMap<String, String> =
@@ -102,13 +102,9 @@ impl Request {
         if body.is_some() {
             all.insert("content-type".to_owned(), "application/json".to_owned());
         }
-        Request {
-            method: method.to_owned(),
-            path: path.to_owned(),
-            query: pairs(query),
-            headers: all,
-            body: body.map(|body| body.to_string().into()).unwrap_or_default(),
-        }
+        let body: Bytes = body.map(|body| body.to_string().into()).unwrap_or_default();
+        all.insert("content-length".to_owned(), body.len().to_string());
+        Request { method: method.to_owned(), path: path.to_owned(), query: pairs(query), headers: all, body }
     }
 
     /// Returns the decoded parts of the path.
@@ -124,6 +120,14 @@ impl Request {
     /// Returns a header, or an empty text.
     pub fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", String::as_str)
+    }
+
+    /// Returns whether the request sends a body, or should, without its length. Some servers refuse it (411).
+    pub fn lacks_length(&self) -> bool {
+        let has = |name: &str| self.headers.contains_key(name);
+        matches!(self.method.as_str(), "POST" | "PUT" | "PATCH")
+            && !has("content-length")
+            && !has("transfer-encoding")
     }
 
     /// Returns the body as JSON; `Null` when it is none.

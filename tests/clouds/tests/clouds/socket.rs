@@ -9,13 +9,15 @@ use tokio::net::TcpStream;
 
 /// Sends a request, and reads nothing.
 async fn write(endpoint: &str, line: &str, token: &str, body: &str) -> TcpStream {
+    let headers = format!("authorization: Bearer {token}\r\ncontent-length: {}\r\n", body.len());
+    write_with(endpoint, line, &headers, body).await
+}
+
+/// Sends a request with these headers, and reads nothing.
+async fn write_with(endpoint: &str, line: &str, headers: &str, body: &str) -> TcpStream {
     let address = endpoint.strip_prefix("http://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
-    let request = format!(
-        "{line} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\nauthorization: Bearer {token}\r\n\
-         content-length: {}\r\n\r\n{body}",
-        body.len()
-    );
+    let request = format!("{line} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n{headers}\r\n{body}");
     stream.write_all(request.as_bytes()).await.unwrap();
     stream
 }
@@ -46,6 +48,27 @@ async fn a_token_admits_until_it_expires() {
     cloud.advance(Duration::from_secs(3_600));
     assert!(send(&cloud.endpoint(), &list, "token-1", "").await.contains("ExpiredAuthenticationToken"));
     assert_eq!(cloud.count(Some("VirtualMachines_List")), 3);
+}
+
+#[tokio::test]
+async fn azure_refuses_a_body_without_a_length() {
+    let cloud = Cloud::start(Azure::default()).await.unwrap();
+    let vm = format!(
+        "/subscriptions/{SUBSCRIPTION}/resourceGroups/pods/providers/Microsoft.Compute/virtualMachines/a\
+         /retrieveBootDiagnosticsData?api-version=2024-07-01"
+    );
+    let token = format!("authorization: Bearer {}\r\n", cloud.token());
+    for (method, headers, status) in [
+        ("POST", token.clone(), "411"),
+        ("PUT", token.clone(), "411"),
+        ("GET", token.clone(), "40"),
+        ("POST", format!("{token}content-length: 0\r\n"), "404"),
+    ] {
+        let mut answer = String::new();
+        let mut stream = write_with(&cloud.endpoint(), &format!("{method} {vm}"), &headers, "").await;
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{method} {headers}: {answer}");
+    }
 }
 
 #[tokio::test]
