@@ -13,6 +13,8 @@ use ttrpc::{Code, context};
 
 use crate::error;
 
+/// Annotations with the container's type, of containerd and of CRI-O.
+const TYPES: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const DRIVER: &str = "image_guest_pull";
 const HUB: &str = "unix:///run/confidential-containers/cdh.sock";
 /// Registry of the recorded shims' images. Such containers run in the VM's own root, because replays have no access to
@@ -26,8 +28,7 @@ pub(crate) async fn pull(root: &Path, request: &CreateContainerRequest) -> ttrpc
     let Some(storage) = request.storages.iter().find(|storage| storage.driver == DRIVER) else {
         return Ok(None);
     };
-    let sandbox = request.OCI.Annotations.get("io.kubernetes.cri.container-type");
-    if sandbox.is_some_and(|kind| kind == "sandbox") {
+    if TYPES.iter().any(|key| request.OCI.Annotations.get(*key).is_some_and(|kind| kind == "sandbox")) {
         return Ok(None);
     }
     if storage.source.starts_with(RECORDED) {

@@ -97,6 +97,8 @@ fn invalid(what: &str, why: &dyn std::fmt::Display) -> Refused {
 fn pod_of(message: &CreateVMRequest) -> Option<String> {
     let get = |key: &str| message.annotations.get(key).map(String::as_str).filter(|text| !text.is_empty());
     let name = get("io.kubernetes.cri.sandbox-name")?;
+    // With the Go shim under CRI-O it is k8s_<pod>_<namespace>_<uid>_<attempt>. No name of Kubernetes has an underscore.
+    let name = name.strip_prefix("k8s_").and_then(|rest| rest.split('_').next()).unwrap_or(name);
     let namespace = get("io.kubernetes.cri.sandbox-namespace").unwrap_or("");
     Some(format!("{namespace:.128}/{name:.256}"))
 }
@@ -132,13 +134,15 @@ mod tests {
 
     #[test]
     fn a_create_names_its_sandbox_and_pod() {
-        let mut create = hypervisor::CreateVMRequest { id: "sb1".into(), ..Default::default() };
-        create.annotations.insert("io.kubernetes.cri.sandbox-name".into(), "web".into());
-        create.annotations.insert("io.kubernetes.cri.sandbox-namespace".into(), "shop".into());
-        let body = request("hypervisor.Hypervisor", "CreateVM", create.write_to_bytes().unwrap());
-        let incoming = read(&body).unwrap();
-        assert_eq!(incoming.kind, Kind::Create(SandboxId::new("sb1").unwrap()));
-        assert_eq!(incoming.pod.as_deref(), Some("shop/web"));
+        for name in ["web", "k8s_web_shop_5b3c1f6e_0"] {
+            let mut create = hypervisor::CreateVMRequest { id: "sb1".into(), ..Default::default() };
+            create.annotations.insert("io.kubernetes.cri.sandbox-name".into(), name.into());
+            create.annotations.insert("io.kubernetes.cri.sandbox-namespace".into(), "shop".into());
+            let body = request("hypervisor.Hypervisor", "CreateVM", create.write_to_bytes().unwrap());
+            let incoming = read(&body).unwrap();
+            assert_eq!(incoming.kind, Kind::Create(SandboxId::new("sb1").unwrap()));
+            assert_eq!(incoming.pod.as_deref(), Some("shop/web"), "{name}");
+        }
     }
 
     #[test]

@@ -8,8 +8,9 @@ use peerpod_proto::intercept::Spec;
 
 /// JSON of container names to bytes. Kata's shims and container runtimes pass annotations with this prefix on.
 pub(super) const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
-/// Annotations with the container's name in its pod, of containerd and of CRI-O.
-const NAMES: [&str; 2] = ["io.kubernetes.cri.container-name", "io.kubernetes.cri-o.ContainerName"];
+/// Annotations with the container's name in its pod: of containerd, and kubelet's label, which CRI-O adds to its
+/// annotations. CRI-O's own have `k8s_<container>_<pod>_<namespace>_<uid>_<attempt>`.
+const NAMES: [&str; 2] = ["io.kubernetes.cri.container-name", "io.kubernetes.container.name"];
 
 /// Sets the container's limit, unless it has one, and removes the annotation: a kata-agent policy need not know it.
 /// Fails if the annotation is not in the webhook's format: the container would run without its limit.
@@ -61,6 +62,21 @@ mod tests {
         for bad in ["", "[]", r#"{"web": -1}"#, r#"{"web": "256Mi"}"#] {
             assert!(limited((NAMES[0], "web"), 0, bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_container_of_cri_o_gets_its_limit() {
+        let mut spec = Spec::new();
+        for (key, value) in [
+            ("io.kubernetes.cri-o.ContainerType", "container"),
+            ("io.kubernetes.cri-o.Name", "k8s_web_shop_default_5b3c1f6e_0"),
+            ("io.kubernetes.container.name", "web"),
+            (LIMITS, r#"{"web": 268435456}"#),
+        ] {
+            spec.Annotations.insert(key.to_owned(), value.to_owned());
+        }
+        limit(&mut spec).unwrap();
+        assert_eq!(spec.Linux.Resources.Memory.Limit, 256 << 20);
     }
 
     #[test]
