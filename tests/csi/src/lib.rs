@@ -123,7 +123,8 @@ impl Folder {
             volumes.push((volume, self.real(name)?));
         }
         share(&volumes[2].1)?;
-        Ok(Container { name: "peerpod-csi", volumes, extra: self.extra.clone() })
+        let extra = self.extra.clone();
+        Ok(Container { name: "peerpod-csi", volumes, extra, ..Container::default() })
     }
 
     /// Returns the loop devices of files in it.

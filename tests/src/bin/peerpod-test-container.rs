@@ -1,18 +1,19 @@
 //! Starts a program with the rights that the chart gives one of its containers:
 //!
 //! ```text
-//! peerpod-test-container CONTAINER [--volume NAME=PATH]... [--extra PATH]... -- PROGRAM [ARGUMENT]...
+//! peerpod-test-container CONTAINER [--volume NAME=PATH]... [--extra PATH]... [--env NAME=VALUE]... -- PROGRAM [ARGUMENT]...
 //! ```
 //!
 //! The rendered chart names user, capabilities, system call filter, root file system and volumes of the container. A
 //! volume is mounted at PATH, the test's own path, with the options of the container's volume mount NAME: read-only or
-//! not, with the node's later mounts or not. An extra volume is one that an operator adds, such as a provider's files.
+//! not, with the node's later mounts or not. An extra volume is one that an operator adds, such as a provider's files. The
+//! program's environment is this process's and the named variables.
 //! The root holds the machine's programs and libraries, read-only, and nothing else of the machine.
 //!
 //! The caller provides a new PID namespace and the network namespace. The program keeps this process's pid.
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, OsString};
+use std::ffi::{CString, NulError, OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
@@ -23,7 +24,7 @@ use anyhow::{Context, bail, ensure};
 use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use nix::unistd::{chdir, execv, fchdir, pivot_root};
+use nix::unistd::{chdir, execve, fchdir, pivot_root};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };
@@ -121,6 +122,8 @@ fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args_os().skip(1);
     let name = arguments.next().context("name a container of the chart")?.to_string_lossy().into_owned();
     let (mut volumes, mut extra) = (BTreeMap::new(), Vec::new());
+    let mut env: Vec<CString> =
+        std::env::vars_os().map(|(name, value)| variable(&name, &value)).collect::<Result<_, _>>()?;
     loop {
         let word = arguments.next().context("-- and a program are missing")?;
         if word == "--" {
@@ -128,6 +131,10 @@ fn main() -> anyhow::Result<()> {
         }
         if word == "--extra" {
             extra.push(PathBuf::from(arguments.next().context("--extra needs a path")?));
+            continue;
+        }
+        if word == "--env" {
+            env.push(CString::new(arguments.next().context("--env needs NAME=VALUE")?.as_bytes())?);
             continue;
         }
         ensure!(word == "--volume", "{word:?} is not known");
@@ -171,8 +178,12 @@ fn main() -> anyhow::Result<()> {
     }
     let command: Vec<CString> =
         command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
-    execv(&command[0], &command).with_context(|| format!("start {}", program.display()))?;
+    execve(&command[0], &command, &env).with_context(|| format!("start {}", program.display()))?;
     Ok(())
+}
+
+fn variable(name: &OsStr, value: &OsStr) -> Result<CString, NulError> {
+    CString::new([name.as_bytes(), b"=", value.as_bytes()].concat())
 }
 
 /// Finds a container in the manifests by name, and returns it with its pod.

@@ -19,6 +19,8 @@ pub struct Container {
     pub volumes: Vec<(&'static str, PathBuf)>,
     /// Folders that an operator adds as host paths, such as a provider's files (`node.extraVolumes`).
     pub extra: Vec<PathBuf>,
+    /// Variables of the environment beyond this process's, each `NAME=VALUE`.
+    pub env: Vec<String>,
 }
 
 impl Container {
@@ -42,6 +44,7 @@ impl Container {
         for path in &self.extra {
             words.extend(["--extra".into(), path.into()]);
         }
+        words.extend(self.env.iter().flat_map(|entry| ["--env".into(), entry.into()]));
         words.extend(["--".into(), program.into()]);
         words.extend(arguments.iter().map(|word| word.as_ref().to_owned()));
         Ok((binary("peerpod-test-container")?, words))

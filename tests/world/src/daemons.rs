@@ -30,6 +30,8 @@ pub struct Settings {
     rights: Rights,
     /// Folders that an operator adds to the chart's volumes.
     extra: Vec<PathBuf>,
+    /// Variables of the daemons' environment.
+    env: Vec<String>,
 }
 
 /// Rights of the daemons.
@@ -55,7 +57,7 @@ impl Settings {
     }
 
     fn new(values: Value) -> Settings {
-        Settings { values, rights: Rights::Chart, extra: Vec::new() }
+        Settings { values, rights: Rights::Chart, extra: Vec::new(), env: Vec::new() }
     }
 
     /// Returns the defaults, with the rights of the chart's containers.
@@ -71,6 +73,12 @@ impl Settings {
     /// Adds a folder that an operator adds to the node's volumes (`node.extraVolumes`), for a provider's files.
     pub fn with_volume(mut self, folder: &Path) -> Settings {
         self.extra.push(folder.to_owned());
+        self
+    }
+
+    /// Sets a variable of the environment of daemons with the chart's rights.
+    pub fn with_env(mut self, name: &str, value: &str) -> Settings {
+        self.env.push(format!("{name}={value}"));
         self
     }
 
@@ -174,6 +182,8 @@ pub struct Daemons {
     rights: Rights,
     /// Folders that an operator adds to the chart's volumes.
     extra: Vec<PathBuf>,
+    /// Variables of the daemons' environment.
+    env: Vec<String>,
     /// Folder of the containers' bundles.
     bundles: PathBuf,
     /// Whether `tunnel.kind` is not `vxlan`, for which the chart has one more volume.
@@ -210,9 +220,9 @@ impl Daemons {
         }
         let encrypted = values["tunnel"]["kind"].as_str().is_some_and(|kind| kind != "vxlan");
         let bundles = values["relay"]["bundles"][0].as_str().context("a folder of bundles")?.into();
-        let Settings { rights, extra, .. } = settings;
+        let Settings { rights, extra, env, .. } = settings;
         let world = world.clone();
-        Ok(Daemons { world, config, rights, extra, bundles, encrypted, relay: None, node: None, cloud })
+        Ok(Daemons { world, config, rights, extra, env, bundles, encrypted, relay: None, node: None, cloud })
     }
 
     /// Restarts the local provider with one setting (`provider.local.<key>`) changed. Its VMs keep running.
@@ -326,7 +336,8 @@ impl Daemons {
             let arguments = [OsStr::new("--config"), self.config.as_os_str()];
             return self.world.spawn(&program, &arguments, &log);
         }
-        let container = Container { name: daemon, volumes: self.volumes(daemon), extra: self.extra.clone() };
+        let (extra, env) = (self.extra.clone(), self.env.clone());
+        let container = Container { name: daemon, volumes: self.volumes(daemon), extra, env };
         let (starter, words) =
             container.command(&program, &[OsStr::new("--config"), self.config.as_os_str()])?;
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();

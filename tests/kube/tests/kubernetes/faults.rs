@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use k8s_openapi::jiff::Timestamp;
 use nix::mount::{MsFlags, mount};
 use peerpod_world::World;
 use serde_json::Value;
@@ -36,7 +37,7 @@ enum Outcome {
 
 type Fault = fn(&mut Node) -> anyhow::Result<()>;
 
-const FAULTS: [(&str, Outcome, Fault); 14] = [
+const FAULTS: [(&str, Outcome, Fault); 15] = [
     ("node", Outcome::Unnoticed, |node| node.restart_daemon("node")),
     ("the guest program of each VM", Outcome::Unnoticed, |_| kill("peerpod-guest serve", None)),
     ("kubelet", Outcome::StreamsEnd, |node| node.restart("kubelet")),
@@ -51,6 +52,7 @@ const FAULTS: [(&str, Outcome, Fault); 14] = [
     ("etcd", Outcome::Unnoticed, |node| node.restart_etcd()),
     ("the image registry, for a while", Outcome::Unnoticed, registry_away),
     ("the space of the state's disk, for a while", Outcome::Unnoticed, disk_full),
+    ("the right time of relay and node: one day forth and back", Outcome::Unnoticed, other_time),
     ("one shim", Outcome::Restarted, |_| kill("kata/shim", Some("-o"))),
     ("Kata's agent of one VM", Outcome::Restarted, |_| kill("kata-agent --config", Some("-o"))),
     ("one VM", Outcome::Restarted, |_| kill("/opt/peerpod/peerpod-guest", Some("-o"))),
@@ -124,6 +126,27 @@ fn disk_full(node: &mut Node) -> anyhow::Result<()> {
     drop(file);
     std::fs::remove_file(&filler)?;
     runs_and_goes(&case, "late")
+}
+
+/// A pod starts and ends in each of the two times.
+fn other_time(node: &mut Node) -> anyhow::Result<()> {
+    const DAY: u32 = 86_400;
+    // As log lines begin.
+    let tomorrow = Timestamp::now() + Duration::from_secs(DAY.into());
+    let tomorrow = tomorrow.to_string().split_once('T').context("a date")?.0.to_owned();
+    for (seconds, is_seen) in [(DAY, true), (0, false)] {
+        node.clock()?.set(seconds.into())?;
+        let before = ["relay", "node"].map(|daemon| node.log(daemon).map_or(0, |log| log.len()));
+        let case = Case::of(node, "faults");
+        case.script("late", "Always", SLEEP)?;
+        runs_and_goes(&case, "late")?;
+        for (daemon, before) in ["relay", "node"].into_iter().zip(before) {
+            let log = node.log(daemon)?;
+            let lines = log.get(before..).unwrap_or_default();
+            ensure!(lines.contains(&tomorrow) == is_seen, "{daemon}, clock +{seconds} s: {lines}");
+        }
+    }
+    Ok(())
 }
 
 fn runs_and_goes(case: &Case<'_>, pod: &str) -> anyhow::Result<()> {

@@ -11,6 +11,7 @@ mod audit;
 mod cases;
 mod chart;
 mod churn;
+mod clock;
 mod dns;
 mod faults;
 #[path = "../../../tests/images_common/mod.rs"]
@@ -93,12 +94,13 @@ fn inside(part: &str) -> anyhow::Result<bool> {
     // Threads and processes that this thread starts are in the node's network, too.
     node.run(|| match part {
         CHART => chart::run(&world),
-        CHURN => with_node(&world, "", |node| churn::run(&node)),
+        CHURN => with_node(&world, &Layout::harness(&world), "", |node| churn::run(&node)),
         FAULTS => {
             faults::mount_state(&world)?;
-            with_node(&world, "kubernetes_faults", |mut node| faults::run(&mut node))
+            let layout = Layout::harness(&world).with_clock(&world)?;
+            with_node(&world, &layout, "kubernetes_faults", |mut node| faults::run(&mut node))
         }
-        _ => with_node(&world, "kubernetes_cases", |node| {
+        _ => with_node(&world, &Layout::harness(&world), "kubernetes_cases", |node| {
             // The slice needs no volumes and no metrics.
             let is_slice = env::var("PEERPOD_TEST_CASES").is_ok_and(|wanted| wanted == SLICE);
             let mut programs = Vec::new();
@@ -117,13 +119,13 @@ fn inside(part: &str) -> anyhow::Result<bool> {
 /// reported under `name` unless that is empty.
 fn with_node(
     world: &World,
+    layout: &Layout,
     name: &str,
     part: impl FnOnce(Node) -> anyhow::Result<(usize, usize)>,
 ) -> anyhow::Result<bool> {
     let began = Instant::now();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let layout = Layout::harness(world);
-    let node = Node::start(world, &layout, &[]);
+    let node = Node::start(world, layout, &[]);
     let node = runtime.block_on(node).context("start the node")?;
     println!("node ready after {:.1} s", began.elapsed().as_secs_f64());
     let (passed, failed) = part(node)?;

@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
 use crate::audit;
+use crate::clock::Clock;
 use crate::dns;
 use crate::images_common::{Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, digest};
 use crate::metrics;
@@ -56,6 +57,8 @@ pub(crate) struct Layout {
     kubelet: PathBuf,
     /// Folder of hypervisor.sock.
     run: PathBuf,
+    /// Wall clock of the daemons, unless it is the kernel's.
+    clock: Option<Clock>,
 }
 
 impl Layout {
@@ -67,14 +70,20 @@ impl Layout {
             containerd: at("containerd/state"),
             kubelet: at("kubelet"),
             run: at("run"),
+            clock: None,
         }
+    }
+
+    /// Returns the same with a wall clock of the daemons that can be set.
+    pub(crate) fn with_clock(self, world: &World) -> anyhow::Result<Layout> {
+        Ok(Layout { clock: Some(Clock::new(world)?), ..self })
     }
 
     /// Returns the folders of users' nodes.
     pub(crate) fn chart() -> Layout {
         let [containerd, kubelet, run] =
             ["/run/containerd", "/var/lib/kubelet", "/run/peerpod"].map(PathBuf::from);
-        Layout { is_harness: false, containerd, kubelet, run }
+        Layout { is_harness: false, containerd, kubelet, run, clock: None }
     }
 }
 
@@ -84,6 +93,7 @@ pub(crate) struct Node {
     processes: Vec<Program>,
     /// Peerpod's daemons, unless the chart brings them.
     daemons: Option<Daemons>,
+    clock: Option<Clock>,
     /// Digest of the image with Busybox' commands.
     pub(crate) digest: String,
     _registry: Registry,
@@ -153,15 +163,17 @@ impl Node {
                 .set("node.plain-http-registries", format!("{at},{ADDRESS}:{SECOND}"))
                 .set("relay.bundles", json!([bundles]))
                 .set("provider.local.agent-binary", kata.join("agent").to_string_lossy());
+            let settings = layout.clock.iter().fold(settings, |settings, clock| clock.settings(settings));
             Some(Daemons::start(world, settings).await?)
         } else {
             None
         };
         let client = cluster.client()?;
         dns::serve(ADDRESS, client.clone())?;
-        let runtime = Handle::current();
+        let (clock, runtime) = (layout.clock.clone(), Handle::current());
         let digest = digest(&of_busybox.manifest);
-        let node = Node { processes, daemons, digest, _registry: registry, cluster, client, runtime, folder };
+        let node =
+            Node { processes, daemons, clock, digest, _registry: registry, cluster, client, runtime, folder };
         if layout.is_harness {
             node.apply("", RUNTIME_CLASS)?;
         }
@@ -247,10 +259,10 @@ impl Node {
         Ok(self.daemons.as_ref().context("the chart has the daemons")?.state_dir())
     }
 
-    /// Returns the relay's log, which contains the guests' lines.
-    pub(crate) fn relay_log(&self) -> anyhow::Result<String> {
+    /// Returns the log of `relay`, which contains the guests' lines, or of `node`.
+    pub(crate) fn log(&self, daemon: &str) -> anyhow::Result<String> {
         let daemons = self.daemons.as_ref().context("the chart has the daemons")?;
-        Ok(fs::read_to_string(daemons.log("relay"))?)
+        Ok(fs::read_to_string(daemons.log(daemon))?)
     }
 
     /// Kills relay or node with SIGKILL, and starts it again.
@@ -274,6 +286,11 @@ impl Node {
             let line = status.and_then(|status| Some(status.split_once("VmRSS:")?.1.to_owned()));
             line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or_default()
         })
+    }
+
+    /// Returns the wall clock of relay and node, if it can be set.
+    pub(crate) fn clock(&self) -> anyhow::Result<&Clock> {
+        self.clock.as_ref().context("the daemons have the kernel's clock")
     }
 
     /// Returns the daemons' ledger of sandboxes.

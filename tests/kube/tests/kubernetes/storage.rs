@@ -69,6 +69,7 @@ pub(crate) fn start(node: &Node, world: &World) -> anyhow::Result<Vec<Process>> 
         ],
         // A kubeconfig in it replaces the service account's token.
         extra: vec![node.cluster.folder().to_owned()],
+        ..Container::default()
     };
     let own = program("peerpod-csi")?;
     let driver = [

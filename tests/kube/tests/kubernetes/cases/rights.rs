@@ -268,7 +268,7 @@ pub(crate) fn large_image(case: &Case<'_>) -> anyhow::Result<()> {
     // The VM pulls it after the node's container runtime did.
     let part = format!("of {} MiB", LARGE_IMAGE >> 20);
     case.until("the relay's log shows the progress", || {
-        let log = case.node.relay_log()?;
+        let log = case.node.log("relay")?;
         let mut lines = log.lines().filter(|line| line.contains(&part));
         Ok(lines.any(|line| line.contains(case.namespace)).then_some(()))
     })?;
