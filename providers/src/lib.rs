@@ -3,8 +3,6 @@
 //! No other part of the project names a provider. Reads `provider.kind` and the section of that provider; touches
 //! nothing else before [`Settings::open`].
 
-pub mod caa;
-
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::pin::Pin;

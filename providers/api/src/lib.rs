@@ -11,11 +11,9 @@
 //! * [`decorate()`] adds deadline, log, metrics, retry and pacing to any provider, so that no provider implements its
 //!   own.
 //! * [`conformance`] is the test suite that any provider runs in one line.
-//! * [`caa`] converts the settings of a cloud-api-adaptor.
 //!
 //! This crate touches no network and no disk, and depends on no provider.
 
-pub mod caa;
 mod capabilities;
 pub mod conformance;
 mod deadline;

@@ -1,6 +1,6 @@
 //! Provider of pod VMs on EC2.
 //!
-//! * `config.rs` holds the settings; `caa.rs` converts those of a cloud-api-adaptor.
+//! * `config.rs` holds the settings.
 //! * `ec2/` is the provider, with the feature `sdk`:
 //!   * `create.rs` makes VMs: one CreateFleet over all offerings of a placement, or RunInstances; exactly once per key.
 //!   * `vms.rs` lists and looks up VMs, `remove.rs` deletes them; both serve many concurrent callers with one call.
@@ -11,7 +11,6 @@
 //!
 //! Touches EC2 and, where settings are missing, the node's metadata service; keeps nothing on disk.
 
-pub mod caa;
 pub mod config;
 #[cfg(feature = "sdk")]
 mod ec2;

@@ -1,6 +1,6 @@
 //! Provider of pod VMs on Azure.
 //!
-//! * `config.rs` holds the settings; `caa.rs` converts those of a cloud-api-adaptor.
+//! * `config.rs` holds the settings.
 //! * `create.rs` makes VMs: one PUT by name, exactly once per key, and waits for Azure's decision. `body.rs` builds it.
 //! * `vms.rs` lists and looks up VMs and their interfaces; `remove.rs` deletes them, and the parts that a failure left.
 //! * `volumes.rs` attaches disks; `console.rs` reads the serial console.
@@ -12,7 +12,6 @@
 //! metadata service; keeps nothing on disk.
 
 mod body;
-pub mod caa;
 mod client;
 pub mod config;
 mod console;

@@ -1,6 +1,6 @@
 //! Provider of pod VMs on Google Cloud (Compute Engine), by its REST API.
 //!
-//! * `config.rs` holds the settings; `caa.rs` converts those of a cloud-api-adaptor.
+//! * `config.rs` holds the settings.
 //! * `links.rs` reads names and paths of resources, `marks.rs` the marks that prove a VM's owner.
 //! * `body.rs` builds the bodies of the calls that make VMs.
 //! * `create.rs` makes one VM and waits for Google's decision; `batch.rs` makes many by one call.
@@ -12,7 +12,6 @@
 
 mod batch;
 mod body;
-pub mod caa;
 mod client;
 pub mod config;
 mod create;

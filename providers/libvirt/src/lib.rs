@@ -6,7 +6,6 @@
 //!   Running VMs are not affected: they are processes of QEMU.
 //! * Touches libvirtd's socket and the image files that the settings name; nothing else of the node.
 
-pub mod caa;
 pub mod config;
 mod create;
 mod disks;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use peerpod_providers::caa;
+use peerpod_provider_caa as caa;
 use serde_json::Value;
 
 /// Arguments of `peerpod config convert-caa`.

@@ -1,12 +1,10 @@
-//! Converts the settings of a cloud-api-adaptor for libvirt into settings of this provider. Pure.
-//!
-//! Names and defaults: `libvirt/manager.go` of cloud-api-adaptor at `fbdde756`. Its `-data-dir` has no variable.
+//! Table of the variables for libvirt.
 
-use peerpod_provider_api::caa::{Converted, Form, Row, Value, Variables, get, is_true};
+use peerpod_provider_libvirt::rpc::link::Address;
 
-use crate::rpc::link::Address;
+use crate::{Converted, Form, Row, Value, Variables, get, is_true};
 
-const TABLE: &[Row] = &[
+pub(crate) const TABLE: &[Row] = &[
     ("LIBVIRT_URI", "uri", Form::Text),
     ("LIBVIRT_POOL", "pool", Form::Text),
     ("LIBVIRT_NET", "network", Form::Text),
@@ -21,8 +19,9 @@ const DISABLED: &str = "DISABLECVM";
 const LAUNCH_SECURITY: &str = "LIBVIRT_LAUNCH_SECURITY";
 
 /// Converts the variables of a cloud-api-adaptor for libvirt; ignores all other variables.
-pub fn convert(variables: &Variables) -> Converted {
+pub(crate) fn convert(variables: &Variables) -> Converted {
     let mut converted = Converted::by_table("provider.libvirt", TABLE, variables);
+    // Its `-data-dir` has no variable.
     if let Some(Value::String(uri)) = converted.settings.get("uri")
         && let Err(why) = Address::parse(uri)
     {
@@ -56,45 +55,5 @@ fn security(variables: &Variables, converted: &mut Converted) {
     }
     if let Some(kind) = get(variables, LAUNCH_SECURITY) {
         converted.lose(LAUNCH_SECURITY, format!("`{kind}` is not supported; {REMEDY}"));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn of(pairs: &[(&str, &str)]) -> Converted {
-        convert(&pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
-    }
-
-    #[test]
-    fn every_variable_maps_to_a_setting_or_a_hint() {
-        let all: Vec<(&str, &str)> = TABLE
-            .iter()
-            .map(|(name, _, form)| (*name, if *form == Form::Number { "7" } else { "/x" }))
-            .chain([("DISABLECVM", "false"), ("LIBVIRT_LAUNCH_SECURITY", "s390-pv"), ("AWS_REGION", "x")])
-            .collect();
-        let converted = of(&all);
-        assert_eq!(converted.known.len(), all.len() - 1);
-        assert_eq!(converted.settings["memory-mib"], 7);
-        assert_eq!(converted.settings["cpuset"], "/x");
-        let lost: Vec<&str> = converted.lost.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(lost, ["LIBVIRT_URI", "DISABLECVM", "LIBVIRT_LAUNCH_SECURITY"]);
-    }
-
-    #[test]
-    fn its_default_uri_is_not_dialled_and_a_hint_is_given() {
-        let converted = of(&[("LIBVIRT_URI", "qemu+ssh://root@192.168.122.1/system?no_verify=1")]);
-        assert!(converted.lost[0].1.contains("ssh -L"), "{converted:?}");
-        assert!(!converted.settings.contains_key("uri"));
-        assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], 10);
-        assert_eq!(of(&[("LIBVIRT_CPU", "two")]).lost.len(), 1);
-    }
-
-    #[test]
-    fn a_number_with_a_unit_has_the_value_that_caa_read_and_is_reported() {
-        let converted = of(&[("LIBVIRT_MEMORY", "8Gi")]);
-        assert_eq!(converted.settings["memory-mib"], 8);
-        assert!(converted.lost.iter().any(|(name, _)| name == "LIBVIRT_MEMORY"), "{converted:?}");
     }
 }

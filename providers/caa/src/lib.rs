@@ -1,9 +1,37 @@
 //! Converts the settings of a cloud-api-adaptor (its `peer-pods-cm` ConfigMap and secret) into settings of a provider, by
-//! a table of its variables. Pure.
+//! a table of its variables for each. Pure. The tables are part of every build, independently of its providers.
+//!
+//! Names and defaults: `<provider>/manager.go` of cloud-api-adaptor at `fbdde756`. Its flags have other names, which only
+//! its command line reads; a deployment sets the variables.
+
+mod aws;
+mod azure;
+mod gcp;
+mod libvirt;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 
 pub use serde_json::Value;
+
+/// Converts the variables of one provider; ignores all other variables.
+type Convert = fn(&Variables) -> Converted;
+
+/// `CLOUD_PROVIDER` values, each with its converter.
+const TABLE: &[(&str, Convert)] =
+    &[("aws", aws::convert), ("azure", azure::convert), ("gcp", gcp::convert), ("libvirt", libvirt::convert)];
+
+/// Returns the providers with a table.
+pub fn known() -> Vec<&'static str> {
+    TABLE.iter().map(|(name, _)| *name).collect()
+}
+
+/// Converts the variables of `provider`. `None`: there is no table for it.
+pub fn convert(provider: &str, variables: &Variables) -> Option<Converted> {
+    let (_, convert) = TABLE.iter().find(|(name, _)| *name == provider)?;
+    Some(convert(variables))
+}
 
 /// Result of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -18,7 +46,7 @@ pub struct Converted {
 
 /// Form of a variable's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+enum Form {
     /// Text.
     Text,
     /// Texts, separated by commas.
@@ -29,25 +57,28 @@ pub enum Form {
     Number,
 }
 
+/// Reason and remedy for a variable that our daemon reads from its own environment.
+const STAYS: &str = "it is read from the environment; set it on our daemon, too";
+
 /// Variable, key of the provider, form of the value.
-pub type Row = (&'static str, &'static str, Form);
+type Row = (&'static str, &'static str, Form);
 
 /// Variables by name.
 pub type Variables = BTreeMap<String, String>;
 
 /// Returns the value of a variable, if it has one.
-pub fn get<'v>(variables: &'v Variables, name: &str) -> Option<&'v str> {
+fn get<'v>(variables: &'v Variables, name: &str) -> Option<&'v str> {
     variables.get(name).map(|value| value.trim()).filter(|value| !value.is_empty())
 }
 
 /// Parses a flag as the cloud-api-adaptor does: `1` and `true` are true, all other texts are false.
-pub fn is_true(text: &str) -> bool {
+fn is_true(text: &str) -> bool {
     text == "1" || text.eq_ignore_ascii_case("true")
 }
 
 impl Converted {
     /// Converts the variables of a table for the provider of this section; ignores all other variables.
-    pub fn by_table(section: &str, table: &[Row], variables: &Variables) -> Converted {
+    fn by_table(section: &str, table: &[Row], variables: &Variables) -> Converted {
         let mut converted = Converted::default();
         for (name, key, form) in table {
             converted.recognise(variables, name);
@@ -64,15 +95,44 @@ impl Converted {
     }
 
     /// Records that a variable is recognised, if it is set.
-    pub fn recognise(&mut self, variables: &Variables, name: &str) {
+    fn recognise(&mut self, variables: &Variables, name: &str) {
         if variables.contains_key(name) {
             self.known.push(name.to_owned());
         }
     }
 
     /// Records that a variable has no counterpart. The second argument names the reason and the remedy.
-    pub fn lose(&mut self, name: &str, why: impl Into<String>) {
+    fn lose(&mut self, name: &str, why: impl Into<String>) {
         self.lost.push((name.to_owned(), why.into()));
+    }
+
+    /// Records variables that have no counterpart, each with the reason and the remedy.
+    fn lose_all(&mut self, variables: &Variables, lost: &[(&str, &str)]) {
+        for (name, why) in lost {
+            self.recognise(variables, name);
+            if get(variables, name).is_some() {
+                self.lose(name, *why);
+            }
+        }
+    }
+
+    /// Removes the entries of a setting that are not key=value, or that `refusal` refuses; reports them as lost `TAGS`.
+    fn keep_tags(&mut self, key: &str, refusal: impl Fn(&str, &str) -> Option<String>) {
+        let Some(Value::Array(tags)) = self.settings.get_mut(key) else { return };
+        let mut lost = Vec::new();
+        tags.retain(|tag| {
+            let tag = tag.as_str().unwrap_or_default();
+            let why = match tag.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
+                None | Some(("", _)) => Some("is not key=value; correct it".to_owned()),
+                Some((key, value)) => refusal(key, value),
+            };
+            lost.extend(why.as_ref().map(|why| ("TAGS".to_owned(), format!("`{tag}`: {why}"))));
+            why.is_none()
+        });
+        if tags.is_empty() {
+            self.settings.remove(key);
+        }
+        self.lost.extend(lost);
     }
 
     /// Parses a number as the cloud-api-adaptor does, and reports the deviations. The cloud-api-adaptor silently reads
