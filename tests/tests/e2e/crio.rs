@@ -2,15 +2,16 @@
 //! passes CRI-O's name of the sandbox to the node, and CRI-O's annotations of each container to the agent.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::Path;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use peerpod_client::{ContainerSpec, SHARED_CONTAINERS, copy_file, exec_request};
 use peerpod_proto::agent::{CreateContainerRequest, Storage};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
 use peerpod_world::page::{fetch, page_for};
 use peerpod_world::{Daemons, Pod, Settings, World, eventually, stages};
 use tokio::task::spawn_blocking;
+
+use crate::cases::listed;
 
 const UID: &str = "5b3c1f6e-1d1f-4a07-9a55-6f4f0c1f4a11";
 const NAMESPACE: &str = "shop";
@@ -286,18 +287,6 @@ fn mount(request: &mut CreateContainerRequest, source: &str, destination: &str) 
     request.OCI.mut_or_insert_default().Mounts.push(mount);
 }
 
-/// Returns the names of the dozen.
-fn dozen() -> anyhow::Result<Vec<String>> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("kube/tests/kubernetes/cases.rs");
-    let text = std::fs::read_to_string(file)?;
-    let list = text.split_once("OF_SLICE: [&str; 12] = [").context("the list")?.1;
-    let list = list.split_once("];").context("the end of the list")?.0;
-    Ok(list
-        .lines()
-        .filter_map(|line| Some(line.trim().strip_prefix('"')?.strip_suffix("\",")?.to_owned()))
-        .collect())
-}
-
 #[tokio::test]
 async fn the_dozen_cases_pass_with_the_names_and_annotations_of_crio() {
     let world = World::new().unwrap();
@@ -306,7 +295,7 @@ async fn the_dozen_cases_pass_with_the_names_and_annotations_of_crio() {
         .await
         .unwrap_or_else(|error| panic!("{error:#}\n{}", daemons.log_tails()));
     let vm = crio.sandbox.shim.vm_id(NAMESPACE, POD, true, PATIENCE).await.unwrap();
-    let dozen = dozen().unwrap();
+    let dozen = listed("OF_SLICE");
     assert_eq!(dozen.len(), 12, "{dozen:?}");
     for name in dozen {
         crio.case(&name).await.unwrap_or_else(|error| panic!("{name}: {error:#}\n{}", daemons.log_tails()));

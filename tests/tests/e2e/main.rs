@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 mod batches;
+mod cases;
 mod crio;
 mod dials;
 mod external;

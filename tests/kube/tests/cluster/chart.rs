@@ -432,29 +432,14 @@ async fn installs_on_a_real_api_server() {
     peerpod_csi_before_a_driver(&cluster, &client).await;
 }
 
-/// Checks that the API server accepts `deploy/csi`'s patches of a driver's workloads, and that each socket leads to the
-/// next program.
+/// Checks that the API server accepts `deploy/csi-example`, which puts peerpod-csi before a driver by `deploy/csi`, and
+/// that each socket leads to the next program.
 async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     const DRIVER: &str = "csi-hostpath";
     cluster.namespace(DRIVER).await.unwrap();
-    let driver = project("deploy/csi/example/driver.yaml");
-    cluster.kubectl(&["apply", "-n", DRIVER, "-f", driver.to_str().unwrap()]).unwrap();
-    let read = |file: &str| {
-        let text = fs::read_to_string(project("deploy/csi").join(file)).unwrap();
-        serde_yaml::from_str::<Value>(&text).unwrap()
-    };
-    let dry = PatchParams { dry_run: true, ..PatchParams::default() };
+    cluster.kubectl(&["apply", "-k", project("deploy/csi-example").to_str().unwrap()]).unwrap();
     let controllers: Api<Deployment> = Api::namespaced(client.clone(), DRIVER);
-    // A component's patch has a placeholder name; kustomize replaces it by the workload's.
-    let patch = |file: &str, name: &str| {
-        let mut patch = read(file);
-        patch["metadata"]["name"] = json!(name);
-        Patch::Strategic(patch)
-    };
-    let component = patch("controller.yaml", "driver-controller");
-    controllers.patch("driver-controller", &PatchParams::default(), &component).await.unwrap();
-    let sockets = patch("example/sockets-controller.yaml", "driver-controller");
-    let controller = controllers.patch("driver-controller", &dry, &sockets).await.unwrap();
+    let controller = controllers.get("driver-controller").await.unwrap();
     let spec = serde_json::to_value(controller.spec.unwrap().template.spec).unwrap();
     let of = |spec: &Value, name: &str| {
         let all = spec["containers"].as_array().unwrap();
@@ -468,10 +453,7 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     }
 
     let nodes: Api<DaemonSet> = Api::namespaced(client.clone(), DRIVER);
-    let component = patch("node.yaml", "driver-node");
-    nodes.patch("driver-node", &PatchParams::default(), &component).await.unwrap();
-    let node =
-        nodes.patch("driver-node", &dry, &patch("example/sockets-node.yaml", "driver-node")).await.unwrap();
+    let node = nodes.get("driver-node").await.unwrap();
     let spec = serde_json::to_value(node.spec.unwrap().template.spec).unwrap();
     let ours = of(&spec, "peerpod-csi");
     assert_eq!(ours["securityContext"]["privileged"], true, "else its mounts do not reach the node");

@@ -1,4 +1,5 @@
-//! The API server's audit log of the chart's accounts: their rights, used and unused, and refused requests.
+//! The API server's audit log of the chart's accounts: their rights, used and unused, and refused requests. The CSI
+//! driver's sidecars have the same accounts as peerpod-csi, so their requests count as well.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::node::Node;
 
-const ACCOUNT: &str = "system:serviceaccount:peerpod-system:";
+/// Prefixes of the names of the accounts that have rights by the chart: its own, and those of the CSI driver.
+const ACCOUNTS: [&str; 2] = ["system:serviceaccount:peerpod-system:", "system:serviceaccount:csi-hostpath:"];
 
 /// A verb and a resource with its API group.
 type Right = (String, String);
@@ -17,9 +19,10 @@ type Right = (String, String);
 /// Returns the flags of an API server that writes the log to `audit.log` in a folder.
 pub(crate) fn flags(folder: &Path) -> anyhow::Result<Vec<String>> {
     let policy = folder.join("audit.yaml");
+    let groups = ["system:serviceaccounts:peerpod-system", "system:serviceaccounts:csi-hostpath"];
     let content = json!({
         "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
-        "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts:peerpod-system"]}, {"level": "None"}],
+        "rules": [{"level": "Metadata", "userGroups": groups}, {"level": "None"}],
     });
     fs::write(&policy, content.to_string())?;
     Ok(vec![
@@ -34,7 +37,7 @@ pub(crate) fn check(node: &Node, folder: &Path) -> anyhow::Result<()> {
     for line in fs::read_to_string(folder.join("audit.log"))?.lines() {
         let entry: Value = serde_json::from_str(line)?;
         let user = entry["user"]["username"].as_str().unwrap_or_default();
-        let Some(account) = user.strip_prefix(ACCOUNT) else { continue };
+        let Some(account) = ACCOUNTS.iter().find_map(|prefix| user.strip_prefix(prefix)) else { continue };
         let object = &entry["objectRef"];
         let word = |name: &str| object[name].as_str().filter(|word| !word.is_empty());
         let resource = word("subresource").map(|part| format!("/{part}")).unwrap_or_default();

@@ -1,6 +1,6 @@
 //! The cases: what users do with pods, each in a Kubernetes namespace of its own.
 
-mod claims;
+pub(crate) mod claims;
 mod life;
 pub(crate) mod network;
 mod prints;

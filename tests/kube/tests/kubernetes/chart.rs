@@ -1,6 +1,11 @@
 //! The chart as users install it: its container image, its DaemonSets by kubelet under runc, and VMs of libvirt that boot
 //! the minimal image with Kata's agent.
 
+mod claims;
+mod images;
+mod kustomize;
+mod rights;
+
 use std::cell::RefCell;
 use std::env;
 use std::fs;
@@ -14,14 +19,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use nix::mount::{MsFlags, mount};
 use peerpod_test_kube::{NODE, project, report};
-use peerpod_world::{Libvirtd, World, binary, eventually_blocking};
+use peerpod_world::{Libvirtd, World, eventually_blocking};
 use serde_json::{Value, json};
 
-use crate::audit;
 use crate::cases::{CASES, Case, OF_SLICE};
 use crate::churn::come_and_go;
-use crate::images_common::{Image, Layer, PORT, Packing};
+use crate::images_common::PORT;
 use crate::node::{ADDRESS, Layout, Node, SECOND, busybox};
+use crate::{SLICE, audit};
 
 /// Namespace of the release.
 const NAMESPACE: &str = "peerpod-system";
@@ -33,8 +38,6 @@ const COPIED: usize = 60_000_000;
 const PODS: usize = 30;
 /// Emulated VMs that start at once.
 const AT_ONCE: usize = 3;
-/// Programs of the container image.
-const PROGRAMS: [&str; 5] = ["peerpod-node", "peerpod-relay", "peerpod-cluster", "peerpod-csi", "peerpod"];
 
 /// A node with libvirt, on which the chart is installed.
 struct Installed<'a> {
@@ -52,8 +55,10 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let folder = world.folder().join("chart");
     fs::create_dir(&folder)?;
-    let image = container_image(&folder)?;
-    let images = [("peerpod:1", &image), ("peerpod:2", &image)];
+    let image = images::container(&folder)?;
+    let of_csi = claims::images()?;
+    let mut images = vec![("peerpod:1", &image), ("peerpod:2", &image)];
+    images.extend(of_csi.iter().map(|(name, image)| (name.as_str(), image)));
     let layout = Layout::chart();
     let node = runtime.block_on(Node::start(world, &layout, &images)).context("start the node")?;
     let libvirtd = Libvirtd::start(world)?;
@@ -62,26 +67,30 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let sockets = libvirtd.socket();
     let sockets = sockets.parent().context("the socket's folder")?;
     mount(Some(sockets), "/run/libvirt", None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
-    let vm = vm_image(world, &folder)?;
+    let vm = images::vm(world, &folder)?;
     let values = folder.join("values.yaml");
     fs::write(&values, values_for(&folder, &vm).to_string())?;
     let values = values.to_string_lossy().into_owned();
     let folder = world.folder();
     let on =
         Installed { node: &node, libvirtd: RefCell::new(libvirtd), folder, values, began: Instant::now() };
-    let steps: [(&str, Step); 13] = [
+    let steps: [(&str, Step); 17] = [
         ("helm install: all pods are ready", install),
+        ("each container has the rights that the chart asks for, and no more", rights::check),
         ("a pod with the runtime class and no other word runs in a VM", first_pod),
         ("a dozen cases in VMs of libvirt", dozen),
         ("pods come and go (long runs only)", churn),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
-        ("helm upgrade under an exec, a log and a copy: nothing is missing", upgrade),
+        ("a CSI driver with peerpod-csi before it", claims::install),
+        ("a claim: the next pod reads the bytes", claims::next_pod),
+        ("helm upgrade under an exec, a log, a copy and a volume: nothing is missing", upgrade),
+        ("the claim's pod has missed nothing, and nothing is left of the claim", claims::removal),
         ("libvirtd is killed under a pod", restart_libvirtd),
         ("the node is drained", drain),
         ("no request was refused", |on| audit::check(on.node, on.folder)),
         ("helm uninstall", uninstall),
         ("nothing is left", nothing_is_left),
-        ("with kustomize: install, a pod in a VM, removal", kustomize),
+        ("with kustomize: install, a pod in a VM, removal", kustomize::run),
         ("nothing is left of kustomize", nothing_is_left),
     ];
     for (name, step) in steps {
@@ -100,55 +109,6 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     }
     report("chart_install_first_pod_failed", 0.0)?;
     Ok(true)
-}
-
-/// Returns the container image as deploy/Dockerfile makes it, of the test's programs without their symbols.
-fn container_image(folder: &Path) -> anyhow::Result<Image> {
-    let out = folder.join("dist");
-    let built = binary("peerpod-dist")?;
-    let from = built.parent().context("the programs' folder")?;
-    let mut command = Command::new(&built);
-    command.current_dir(project("")).arg("--from").arg(from).arg("--out").arg(&out);
-    for program in PROGRAMS {
-        command.arg("--program").arg(program);
-    }
-    succeed(&mut command)?;
-    let root = out.join("rootfs");
-    for program in PROGRAMS {
-        succeed(Command::new("strip").arg(root.join("usr/bin").join(program)))?;
-    }
-    let mut tar = tar::Builder::new(Vec::new());
-    tar.follow_symlinks(false);
-    tar.append_dir_all("", &root)?;
-    let layer = Layer::of(tar.into_inner()?, Packing::Plain);
-    Ok(Image::configured(&[layer], |config| *config = json!({ "User": "65532:65532" })))
-}
-
-/// Builds the minimal image with Kata's agent, and returns its description.
-fn vm_image(world: &World, folder: &Path) -> anyhow::Result<Value> {
-    let target = binary("peerpod-image")?;
-    let target = target.ancestors().nth(2).context("the target folder")?;
-    let built = target.join("x86_64-unknown-linux-musl/image");
-    let kata = world.folder().join("kata/pause_bundle");
-    let agent = folder.join("kata-agent");
-    fs::copy(kata.join("kata-agent"), &agent)?;
-    succeed(
-        Command::new(binary("peerpod-image")?)
-            .current_dir(project(""))
-            .args(["minimal", "--newest-if-gone", "--cache"])
-            .arg(target.join("image/cache"))
-            .arg("--guest")
-            .arg(built.join("peerpod-guest"))
-            .arg("--pull")
-            .arg(built.join("peerpod-pull"))
-            .arg("--kata-agent")
-            .arg(agent)
-            .arg("--pause-bundle")
-            .arg(kata)
-            .arg("--out")
-            .arg(folder.join("vm")),
-    )?;
-    Ok(serde_json::from_slice(&fs::read(folder.join("vm/image.json"))?)?)
 }
 
 /// Returns the values that a user of libvirt writes.
@@ -176,11 +136,13 @@ fn values_for(folder: &Path, vm: &Value) -> Value {
         "relay": { "updateStrategy": "RollingUpdate" },
         "node": { "extraVolumes": volumes, "extraVolumeMounts": mounts },
         "controller": { "extraVolumes": volumes, "extraVolumeMounts": mounts },
+        "csi": { "drivers": [claims::accounts()] },
     })
 }
 
 fn install(on: &Installed<'_>) -> anyhow::Result<()> {
     on.node.kubectl(&["label", "node", NODE, "katacontainers.io/kata-runtime=true"])?;
+    claims::make_namespace(on)?;
     let libvirt = project("providers/libvirt/values.yaml");
     on.node.cluster.install(NAMESPACE, &["-f", &libvirt.to_string_lossy(), "-f", &on.values])?;
     on.rolled_out()
@@ -202,7 +164,9 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
 }
 
 fn dozen(on: &Installed<'_>) -> anyhow::Result<()> {
-    let cases = CASES.iter().filter(|(name, _)| OF_SLICE.contains(name)).enumerate();
+    let wanted = env::var("PEERPOD_TEST_CASES").unwrap_or_default();
+    let is_wanted = |name: &str| OF_SLICE.contains(&name) && (wanted == SLICE || name.contains(&wanted));
+    let cases = CASES.iter().filter(|(name, _)| is_wanted(name)).enumerate();
     let (cases, failed) = (Mutex::new(cases), Mutex::new(Vec::new()));
     thread::scope(|scope| {
         for _ in 0..AT_ONCE {
@@ -336,6 +300,7 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
         "image.tag=2",
     ])?;
     on.rolled_out()?;
+    claims::upgrade(on)?;
     let during = [exec.goes_on()?, logs.goes_on()?];
     ensure!(copy.wait()?.success(), "kubectl cp failed");
     let copied =
@@ -381,6 +346,7 @@ fn drain(on: &Installed<'_>) -> anyhow::Result<()> {
 }
 
 fn uninstall(on: &Installed<'_>) -> anyhow::Result<()> {
+    claims::uninstall(on)?;
     on.node.cluster.helm(&["uninstall", "peerpod", "-n", NAMESPACE, "--wait"])?;
     on.node.kubectl(&["delete", "namespace", NAMESPACE, "--timeout=120s"]).map(drop)
 }
@@ -399,61 +365,6 @@ fn nothing_is_left(on: &Installed<'_>) -> anyhow::Result<()> {
     let sockets = Command::new("find").args(["/run/peerpod", "-type", "s"]).output()?.stdout;
     ensure!(sockets.is_empty(), "{}", String::from_utf8_lossy(&sockets));
     Ok(())
-}
-
-/// Installs the base of deploy/kustomize with an overlay like a user's.
-fn kustomize(on: &Installed<'_>) -> anyhow::Result<()> {
-    let overlay = on.folder.join("overlay");
-    fs::create_dir(&overlay)?;
-    let values: Value = serde_json::from_slice(&fs::read(&on.values)?)?;
-    let libvirt = &values["config"]["provider"]["libvirt"];
-    let literals = [
-        ("PROVIDER_KIND", json!("libvirt")),
-        ("PROVIDER_LIBVIRT_URI", json!("qemu:///system")),
-        ("PROVIDER_LIBVIRT_POOL", libvirt["pool"].clone()),
-        ("PROVIDER_LIBVIRT_NETWORK", libvirt["network"].clone()),
-        ("PROVIDER_LIBVIRT_KERNEL", libvirt["kernel"].clone()),
-        ("PROVIDER_LIBVIRT_INITRD", libvirt["initrd"].clone()),
-        ("PROVIDER_LIBVIRT_CMDLINE", libvirt["cmdline"].clone()),
-        ("NODE_PLAIN_HTTP_REGISTRIES", values["config"]["node"]["plain-http-registries"].clone()),
-    ]
-    .map(|(name, value)| format!("PEERPOD_{name}={}", value.as_str().unwrap_or_default()));
-    // Of a Deployment and of a DaemonSet. The controller reads libvirt's socket, too.
-    let patch = |kind: &str, name: &str, more: Value| {
-        let mut spec = json!({ "volumes": values["node"]["extraVolumes"] });
-        let mounts = &values["node"]["extraVolumeMounts"];
-        spec["containers"] = json!([{ "name": name, "volumeMounts": mounts }]);
-        if let (Some(spec), Some(more)) = (spec.as_object_mut(), more.as_object()) {
-            spec.extend(more.clone());
-        }
-        let object = json!({
-            "apiVersion": "apps/v1", "kind": kind,
-            "metadata": { "name": format!("peerpod-{name}"), "namespace": NAMESPACE },
-            "spec": { "template": { "spec": spec } },
-        });
-        json!({ "patch": object.to_string() })
-    };
-    let as_root = json!({ "securityContext": { "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": false } });
-    let base = Path::new("..").join("base");
-    copy_folder(&project("deploy/kustomize/base"), &on.folder.join("base"))?;
-    let text = json!({
-        "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-        "resources": [base],
-        "images": [{ "name": "peerpod", "newName": format!("{ADDRESS}:{PORT}/peerpod"), "newTag": "1" }],
-        "configMapGenerator": [{ "name": "peer-pods-cm", "namespace": NAMESPACE, "literals": literals }],
-        "generatorOptions": { "disableNameSuffixHash": true },
-        "patches": [patch("DaemonSet", "node", json!({})), patch("Deployment", "controller", as_root)],
-    });
-    fs::write(overlay.join("kustomization.yaml"), text.to_string())?;
-    on.node.kubectl(&["uncordon", NODE])?;
-    let overlay = overlay.to_string_lossy();
-    on.node.kubectl(&["apply", "--server-side", "-k", &overlay])?;
-    on.ready()?;
-    let case = Case::new(on.node, "kustomized")?;
-    case.sleeper("p")?;
-    case.exec("p", &["true"])?;
-    case.kubectl(&["delete", "pod", "p", "--timeout=120s"])?;
-    on.node.kubectl(&["delete", "-k", &overlay, "--timeout=120s"]).map(drop)
 }
 
 fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
@@ -481,11 +392,13 @@ impl Installed<'_> {
         let of = |words: &[&str]| self.node.kubectl(words).unwrap_or_else(|error| format!("{error:#}"));
         let pods = of(&["get", "pods", "-A", "-o", "wide"]);
         let events = of(&["get", "events", "-A", "--sort-by=.lastTimestamp"]);
-        let logs: Vec<_> = ["node", "relay", "webhook", "controller"]
-            .iter()
-            .map(|part| {
-                let selector = format!("app.kubernetes.io/component={part}");
-                of(&["-n", NAMESPACE, "logs", "-l", &selector, "--tail=15", "--prefix"])
+        let ours = ["node", "relay", "webhook", "controller"];
+        let ours = ours.map(|part| (NAMESPACE, format!("app.kubernetes.io/component={part}")));
+        let logs: Vec<_> = ours
+            .into_iter()
+            .chain(claims::SELECTORS.map(|(namespace, of)| (namespace, of.to_owned())))
+            .map(|(namespace, selector)| {
+                of(&["-n", namespace, "logs", "-l", &selector, "--all-containers", "--tail=15", "--prefix"])
             })
             .collect();
         format!("{pods}\n{events}\n{}", logs.join("\n"))

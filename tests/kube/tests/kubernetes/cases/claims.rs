@@ -1,12 +1,13 @@
 //! Volumes of a CSI driver, whose disks are attached to the pod's VM.
 
 use anyhow::ensure;
+use serde_json::json;
 
 use super::{Case, SLEEP};
 use crate::storage::DRIVER;
 
 /// Makes a claim of a size in MiB.
-fn claim(case: &Case<'_>, class: &str, mode: &str, size: u32) -> anyhow::Result<()> {
+pub(crate) fn claim(case: &Case<'_>, class: &str, mode: &str, size: u32) -> anyhow::Result<()> {
     case.apply(&format!(
         "{{apiVersion: v1, kind: PersistentVolumeClaim, metadata: {{name: data}}, \
           spec: {{accessModes: [ReadWriteOnce], storageClassName: {class}, volumeMode: {mode}, \
@@ -14,13 +15,14 @@ fn claim(case: &Case<'_>, class: &str, mode: &str, size: u32) -> anyhow::Result<
     ))
 }
 
-/// Makes a pod that has the claim's file system at `/d` and sleeps.
-fn user(case: &Case<'_>, pod: &str) -> anyhow::Result<()> {
+/// Makes a pod that has the claim's file system at `/d` and runs a shell script, and waits until it is ready.
+fn user(case: &Case<'_>, pod: &str, script: &str) -> anyhow::Result<()> {
+    let command = json!(["sh", "-c", script]);
     case.pod(
         pod,
         &format!(
             "securityContext: {{fsGroup: 2000}}, volumes: [{{name: d, persistentVolumeClaim: {{claimName: data}}}}],
-             containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}'], volumeMounts: [{{name: d, mountPath: /d}}]}}]"
+             containers: [{{name: c, image: IMAGE, command: {command}, volumeMounts: [{{name: d, mountPath: /d}}]}}]"
         ),
     )?;
     case.ready(pod)
@@ -37,12 +39,17 @@ fn volume(case: &Case<'_>) -> anyhow::Result<String> {
 
 pub(crate) fn next_pod(case: &Case<'_>) -> anyhow::Result<()> {
     claim(case, DRIVER, "Filesystem", 32)?;
-    user(case, "p")?;
+    hand_over(case, SLEEP)
+}
+
+/// Lets pod `p` write to the claim and end. Then pod `q`, which runs this script, must have the same bytes.
+pub(crate) fn hand_over(case: &Case<'_>, script: &str) -> anyhow::Result<()> {
+    user(case, "p", SLEEP)?;
     let seen = case
         .exec("p", &["sh", "-c", "echo kept > /d/f && stat -c %g /d && head -c 1000000 /dev/zero > /d/g"])?;
     ensure!(seen == "2000\n", "the group of the file system is {seen:?}");
     end(case, "p")?;
-    user(case, "q")?;
+    user(case, "q", script)?;
     let seen = case.exec("q", &["sh", "-c", "cat /d/f; wc -c < /d/g"])?;
     ensure!(seen == "kept\n1000000\n", "the next pod reads {seen:?}");
     Ok(())
@@ -72,7 +79,7 @@ pub(crate) fn block(case: &Case<'_>) -> anyhow::Result<()> {
 pub(crate) fn expansion(case: &Case<'_>) -> anyhow::Result<()> {
     // A growing ext4 needs CAP_SYS_RESOURCE, which the machine of a local VM may lack. No XFS is smaller than 300 MiB.
     claim(case, "xfs", "Filesystem", 320)?;
-    user(case, "p")?;
+    user(case, "p", SLEEP)?;
     let kib = || -> anyhow::Result<u64> {
         let seen = case.exec("p", &["sh", "-c", "df -k /d | tail -n 1 | awk '{print $2}'"])?;
         Ok(seen.trim().parse()?)
@@ -94,11 +101,16 @@ pub(crate) fn expansion(case: &Case<'_>) -> anyhow::Result<()> {
 
 pub(crate) fn removal(case: &Case<'_>) -> anyhow::Result<()> {
     claim(case, DRIVER, "Filesystem", 32)?;
-    user(case, "p")?;
+    user(case, "p", SLEEP)?;
+    remove(case, "p")
+}
+
+/// Deletes the claim's pod and then the claim, and waits until its volume is gone.
+pub(crate) fn remove(case: &Case<'_>, pod: &str) -> anyhow::Result<()> {
     let volume = volume(case)?;
     let attached = || case.kubectl(&["get", "volumeattachments", "-o", "jsonpath={.items[*].spec.source}"]);
     ensure!(attached()?.contains(&volume), "no VolumeAttachment names {volume}");
-    end(case, "p")?;
+    end(case, pod)?;
     case.until("the volume is detached", || Ok((!attached()?.contains(&volume)).then_some(())))?;
     case.kubectl(&["delete", "pvc", "data", "--timeout=90s"])?;
     case.until("the volume is gone", || {
