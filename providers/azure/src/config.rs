@@ -215,11 +215,7 @@ impl AzureConfig {
                 ),
                 use_public_ip: settings::use_public_ip(section),
                 confidential: settings::confidential(section, "confidential (SEV-SNP or TDX, by type)"),
-                secure_boot: section.get(
-                    "secure-boot",
-                    "false",
-                    "start signed code only; our image is unsigned",
-                ),
+                secure_boot: settings::secure_boot(section),
                 markets: settings::market(section),
                 prices: settings::prices(section, &instance_types, TYPE, "the smallest type that fits"),
                 root_gib: settings::root_volume_size(section, "0", MAX_ROOT_GIB),

@@ -3,6 +3,7 @@
 
 use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;
+use peerpod_provider_cloud::settings::UNSIGNED;
 use peerpod_provider_cloud::until;
 use peerpod_provider_rest::read;
 use serde_json::Value;
@@ -68,9 +69,7 @@ pub(crate) async fn run(azure: &Azure) -> Result<Preflight, Error> {
     }
     found.warnings.extend(quota(azure, arm, &facts).await);
     if azure.config.secure_boot {
-        found
-            .warnings
-            .push("secure-boot is on: an image of this project is unsigned and does not start".to_owned());
+        found.warnings.push(UNSIGNED.to_owned());
     }
     if !facts.image.is_specialized {
         found.warnings.push(format!(

@@ -174,6 +174,14 @@ pub fn use_public_ip(section: &mut Reader) -> bool {
     )
 }
 
+/// Warning of a preflight with `secure-boot`.
+pub const UNSIGNED: &str = "secure-boot is on: an image of this project is unsigned and does not start";
+
+/// Reads `secure-boot`: whether VMs start signed code only.
+pub fn secure_boot(section: &mut Reader) -> bool {
+    section.get("secure-boot", "false", "start signed code only; our image is unsigned")
+}
+
 /// Reads `endpoint`: the URL of an API in place of the default one.
 pub fn endpoint(section: &mut Reader, help: &str, example: &str) -> Option<String> {
     let endpoint: Option<String> = section.optional("endpoint", help);

@@ -101,10 +101,14 @@ impl Shape<'_> {
         put("networkInterfaces", self.nics());
         put("metadata", self.metadata());
         put("scheduling", self.scheduling());
-        // An image of ours is not signed, so that secure boot would refuse it.
-        let shielded =
-            json!({"enableVtpm": true, "enableIntegrityMonitoring": true, "enableSecureBoot": false});
-        put("shieldedInstanceConfig", shielded);
+        put(
+            "shieldedInstanceConfig",
+            json!({
+                "enableVtpm": true,
+                "enableIntegrityMonitoring": true,
+                "enableSecureBoot": config.secure_boot,
+            }),
+        );
         // Without an account the metadata service has no token that a pod could take.
         let accounts = config.service_account.iter();
         let scopes = ["https://www.googleapis.com/auth/cloud-platform"];
@@ -277,6 +281,7 @@ mod tests {
             json!({"key": "user-data", "value": "{\"ticket\":\"t\"}\n"})
         );
         assert_eq!(body["serviceAccounts"], json!([]));
+        assert_eq!(body["shieldedInstanceConfig"]["enableSecureBoot"], false);
         assert_eq!(body["confidentialInstanceConfig"]["confidentialInstanceType"], "SEV_SNP");
         assert_eq!(body["scheduling"]["onHostMaintenance"], "TERMINATE");
         assert_eq!(
@@ -302,6 +307,7 @@ mod tests {
             ("subnetwork", "pods"),
             ("second-network", "storage"),
             ("network-tags", "pods"),
+            ("secure-boot", "true"),
             ("resource-manager-tags", "env=prod"),
             ("service-account", "pods@project-1.iam.gserviceaccount.com"),
         ];
@@ -321,6 +327,7 @@ mod tests {
         assert_eq!(nics[1]["network"], "projects/project-1/global/networks/storage");
         assert_eq!(body["params"]["resourceManagerTags"], json!({"project-1/env": "prod"}));
         assert_eq!(body["tags"]["items"], json!(["pods"]));
+        assert_eq!(body["shieldedInstanceConfig"]["enableSecureBoot"], true);
         assert_eq!(body["serviceAccounts"][0]["email"], "pods@project-1.iam.gserviceaccount.com");
     }
 

@@ -79,6 +79,8 @@ pub struct GcpConfig {
     pub use_public_ip: bool,
     /// Technology that keeps a VM's memory from its host; `None`: plain VMs.
     pub confidential: Option<Confidential>,
+    /// Whether VMs start signed code only.
+    pub secure_boot: bool,
     /// Service account (e-mail address) of pod VMs, which grants pods access to Google Cloud. Normally none.
     pub service_account: Option<String>,
     /// Purchase options of the VMs. With both, on demand is the fallback where there is no spot capacity.
@@ -151,6 +153,7 @@ impl GcpConfig {
                 network_tags: network_tags(section),
                 use_public_ip: settings::use_public_ip(section),
                 confidential: confidential(section),
+                secure_boot: settings::secure_boot(section),
                 service_account: service_account(section),
                 markets: settings::market(section),
                 prices: settings::prices(section, &instance_types, TYPE, "the smallest type first"),

@@ -5,6 +5,7 @@
 
 use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;
+use peerpod_provider_cloud::settings::UNSIGNED;
 use peerpod_provider_cloud::until;
 use peerpod_provider_rest::read;
 use serde_json::Value;
@@ -43,6 +44,9 @@ pub(crate) async fn run(gcp: &Gcp) -> Result<Preflight, Error> {
                 "the quota {name} is nearly used up ({usage} of {limit}); ask for a higher one"
             ));
         }
+    }
+    if gcp.config.secure_boot {
+        found.warnings.push(UNSIGNED.to_owned());
     }
     let confidential = gcp.config.confidential;
     let fits = |one: &&peerpod_provider_cloud::MachineType| {

@@ -22,6 +22,7 @@ async fn every_call(site: &Site) {
         ("resource-manager-tags", "env=prod,tagKeys/12=tagValues/34"),
         ("root-volume-type", "pd-ssd"),
         ("confidential", "sev_snp"),
+        ("secure-boot", "true"),
     ];
     let full = site.provider(&settings);
     let plain = site.provider(&[("network", "pods"), ("image", "family/pods"), ("root-volume-size", "0")]);
@@ -100,7 +101,7 @@ async fn googles_description_of_its_api_knows_every_call() {
 #[tokio::test(flavor = "multi_thread")]
 async fn googles_client_reads_the_vms_that_the_provider_made() {
     let site = Site::start().await;
-    let provider = site.provider(&[("market", "spot")]);
+    let provider = site.provider(&[("market", "spot"), ("secure-boot", "true")]);
     let wish = placed(&*provider, &request("web-0")).await.unwrap();
     let made = provider.create(&wish, &key("client", 0)).await.unwrap();
     let (zone, name) = made.id.as_str().split_once('/').unwrap();
@@ -111,6 +112,7 @@ async fn googles_client_reads_the_vms_that_the_provider_made() {
     assert_eq!(text("/metadata/items/0/value"), wish.user_data);
     assert_eq!(text("/scheduling/provisioning_model"), "SPOT");
     assert_eq!(text("/labels/peerpod-pod"), "web-0");
+    assert_eq!(vm.pointer("/shielded_instance_config/enable_secure_boot"), Some(&json!(true)));
     let marks: Value = serde_json::from_str(&text("/description")).unwrap();
     assert_eq!((&marks["cluster"], &marks["node"]), (&json!("c"), &json!("n")));
     let ask = json!({"project": PROJECT, "zone": zone});
