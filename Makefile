@@ -25,7 +25,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws test-clouds bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
+.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws test-clouds bench bench-aws bench-clouds bench-kube lint fuzz setup bins image image-minimal image-disk \
 	image-bins image-lock dist release check-arch kustomize
 
 setup:
@@ -181,6 +181,14 @@ bench-aws: setup
 	mkdir -p $(TARGET)/bench
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(AWS_BENCHES) \
 		-- --nocapture --test-threads 1 node:: provider_external::
+
+# The same for the fakes of Azure and Google Cloud, and the number of broken promises of each provider.
+CLOUD_BENCHES := --test azure --test gcp
+bench-clouds: setup
+	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_BENCHES)
+	mkdir -p $(TARGET)/bench
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_BENCHES) \
+		-- --nocapture --test-threads 1 node:: conformance::
 
 bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches

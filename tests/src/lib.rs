@@ -2,6 +2,7 @@
 //!
 //! The tests themselves are in `tests/`; this library holds their shared helpers.
 
+pub mod cloud;
 pub mod cloud_node;
 pub mod image;
 pub mod machines;
@@ -33,8 +34,11 @@ pub fn long() -> bool {
 
 /// Prints a figure, and adds it to the summary file that `PEERPOD_TEST_BENCH` names, if that is set.
 pub fn report(key: &str, value: f64) {
+    // Tests of this process may report at the same time.
+    static FILE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     println!("{key} = {value:.3}");
     let Some(path) = std::env::var_os("PEERPOD_TEST_BENCH") else { return };
+    let _turn = FILE.lock();
     let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();
     all.insert(key.to_owned(), value);

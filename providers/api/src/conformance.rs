@@ -87,6 +87,9 @@ pub trait Harness: Send + Sync + 'static {
     /// Makes the cloud answer the next question for a second page with an error.
     async fn lose_page(&self) {}
 
+    /// Records whether the promise was kept, or could not be tried.
+    fn record(&self, _is_kept: bool) {}
+
     /// Returns a request that this provider can meet. The VM boots and runs until it is deleted.
     fn request(&self) -> CreateRequest {
         CreateRequest {
@@ -156,10 +159,11 @@ pub fn run<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) {
     let harness: Arc<dyn Harness> = Arc::new(make());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime for the check");
-    let trial = Arc::new(Trial::new(harness));
+    let trial = Arc::new(Trial::new(harness.clone()));
     let verdict = runtime.block_on(trial.keeps(promise));
+    harness.record(!matches!(verdict, Err(Stop::Broken(_))));
     // The trial goes before the runtime, which its provider may need to shut down.
-    drop(trial);
+    drop((trial, harness));
     match verdict {
         Ok(()) => {}
         Err(Stop::NotApplicable(why)) => println!("not applicable: {}: {why}", promise.words()),

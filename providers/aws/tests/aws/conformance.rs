@@ -1,16 +1,17 @@
 //! Runs the conformance suite of all providers against moto behind the fault proxy.
 
-use super::common;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use common::Cloud;
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{DiskRequest, InstanceId, Owner, Provider};
+use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_aws::AwsProvider;
 use peerpod_test_ec2::xml;
+use peerpod_tests::cloud::report_promise;
+
+use super::common::{Cloud, stranger};
 
 struct Ec2 {
     provider: Arc<dyn Provider>,
@@ -48,9 +49,7 @@ impl Harness for Ec2 {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        // Another cluster with equal names.
-        let owner = Owner { installation: "another".to_owned(), ..common::owner("n") };
-        Some(Arc::new(AwsProvider::new(self.cloud.config(&[]), owner)))
+        Some(Arc::new(AwsProvider::new(self.cloud.config(&[]), stranger())))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {
@@ -59,6 +58,10 @@ impl Harness for Ec2 {
 
     fn collector(&self) -> Option<Arc<dyn Provider>> {
         Some(self.cloud.collector())
+    }
+
+    fn record(&self, is_kept: bool) {
+        report_promise("aws", is_kept);
     }
 
     fn volume(&self) -> Option<DiskRequest> {

@@ -7,11 +7,12 @@ use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Owner, Provider};
+use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_test_clouds::azure::{GROUP, SUBSCRIPTION};
+use peerpod_tests::cloud::report_promise;
 
-use super::common::{Site, name, owner, request};
+use super::common::{Site, name, request, stranger};
 
 struct Bench {
     provider: Arc<dyn Provider>,
@@ -54,9 +55,7 @@ impl Harness for Bench {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        // Another cluster with equal names.
-        let owner = Owner { installation: "another".to_owned(), ..owner("n") };
-        Some(self.site.provider_of(owner, &[]))
+        Some(self.site.provider_of(stranger(), &[]))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {
@@ -80,6 +79,10 @@ impl Harness for Bench {
     fn page(&self) -> Option<u32> {
         self.site.cloud.with(|azure, _| azure.page = 2);
         Some(2)
+    }
+
+    fn record(&self, is_kept: bool) {
+        report_promise("azure", is_kept);
     }
 
     async fn lose_page(&self) {

@@ -8,7 +8,7 @@ use peerpod_provider_azure::AzureProvider;
 use peerpod_test_clouds::{Answer, Fault};
 use serde_json::json;
 
-use super::common::{Site, TYPE, key, owner, placed, request};
+use super::common::{Site, TYPE, key, owner, placed, request, stranger};
 
 const CREATE: &str = "VirtualMachines_CreateOrUpdate";
 
@@ -208,7 +208,7 @@ fn site_subnet(name: &str) -> String {
 async fn the_rest_of_a_vm_is_listed_and_goes_and_a_strangers_stays() {
     let site = Site::start().await;
     let provider = site.provider(&[]);
-    let stranger = site.provider_of(Owner { installation: "another".to_owned(), ..owner("n") }, &[]);
+    let stranger = site.provider_of(stranger(), &[]);
     site.cloud.with(|azure, _| azure.keeps_nics = true);
     let ours = once(&provider, &request("web-0"), 0).await.unwrap();
     let theirs = once(&stranger, &request("web-1"), 1).await.unwrap();

@@ -1,14 +1,14 @@
 //! Checks that each field of a request reaches the VM, and that disks, console and addresses are the VM's own.
 
 use peerpod_provider_api::{
-    Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, IdempotencyKey, InstanceId, Market, Owner,
+    Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, IdempotencyKey, InstanceId, Market,
     Provider,
 };
 use peerpod_provider_azure::AzureProvider;
 use peerpod_test_clouds::Azure;
 use serde_json::{Value, json};
 
-use super::common::{Site, key, name, owner, placed, request};
+use super::common::{Site, key, name, placed, request, stranger};
 
 /// Body of a VM as the cloud got it.
 fn body(site: &Site, id: &str) -> Value {
@@ -126,7 +126,7 @@ async fn disks_are_attached_with_the_vm_and_to_it() {
 async fn a_strangers_vm_gets_no_disk_and_loses_none() {
     let site = Site::start().await;
     let provider = site.provider(&[]);
-    let stranger = site.provider_of(Owner { installation: "another".to_owned(), ..owner("n") }, &[]);
+    let stranger = site.provider_of(stranger(), &[]);
     let disk = DiskRequest { volume: site.disk("data", "1"), ..DiskRequest::default() };
     let wish = CreateRequest { disks: vec![disk.clone()], ..request("a") };
     let wish = placed(&*stranger, &wish).await.unwrap();

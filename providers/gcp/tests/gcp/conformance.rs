@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Owner, Provider};
+use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_test_clouds::gcp::ZONES;
+use peerpod_tests::cloud::report_promise;
 
-use super::common::{Site, owner, request};
+use super::common::{Site, request, stranger};
 
 struct Bench {
     provider: Arc<dyn Provider>,
@@ -51,9 +52,7 @@ impl Harness for Bench {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        // Another cluster with equal names.
-        let owner = Owner { installation: "another".to_owned(), ..owner("n") };
-        Some(self.site.provider_of(owner, &[]))
+        Some(self.site.provider_of(stranger(), &[]))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {
@@ -78,6 +77,10 @@ impl Harness for Bench {
     fn page(&self) -> Option<u32> {
         self.site.cloud.with(|gcp, _| gcp.page = 2);
         Some(2)
+    }
+
+    fn record(&self, is_kept: bool) {
+        report_promise("gcp", is_kept);
     }
 
     async fn lose_page(&self) {

@@ -1,13 +1,13 @@
-//! Drops a create at random instants and repeats it from another provider, as after a restart. One VM must result.
-//! (`node.rs` does the same with the real node.)
+//! Drops creates at random instants and repeats them from another provider, as after a restart. (`node.rs` does the same
+//! with the real node.)
 
 use std::time::Duration;
 
-use peerpod_provider_api::{IdempotencyKey, Provider};
+use peerpod_provider_api::Provider;
 use peerpod_test_clouds::Fault;
-use peerpod_tests::Dice;
+use peerpod_tests::cloud::drop_creates;
 
-use super::common::{Site, key, placed, request};
+use super::common::{CREATE, Site, key, placed, request};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_process_makes_one_vm() {
@@ -15,41 +15,15 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
     site.cloud.set_times(Duration::from_millis(40), Duration::from_millis(20));
     site.cloud.set_lag(Duration::from_millis(200));
     site.cloud.set_latency(Duration::from_millis(10), Duration::from_millis(10));
-    let before = site.provider(&[]);
-    before.preflight().await.unwrap();
-    let after = site.provider(&[]);
-    after.preflight().await.unwrap();
-    let mut dice = Dice(0x5eed_1234_abcd_0002);
-    let mut keys: Vec<IdempotencyKey> = Vec::new();
-    for number in 0..100 {
-        let wish = placed(&*before, &request(&format!("pod-{number}"))).await.unwrap();
-        let key = key("crash", number);
-        // The connection breaks, too, before and after the cloud has made the VM.
-        match number % 5 {
-            0 => site.cloud.fail("compute.instances.insert", Fault::LostAnswer, 1),
-            1 => site.cloud.fail("compute.instances.insert", Fault::Reset, 1),
-            2 => site.cloud.fail("compute.instances.insert", Fault::Late(Duration::from_millis(30)), 1),
-            _ => {}
-        }
-        let instant = Duration::from_micros(dice.roll(100_000));
-        let answer = tokio::time::timeout(instant, before.create(&wish, &key)).await;
-        let again = loop {
-            match after.create(&wish, &key).await {
-                Err(error) if error.class() == "transient" => {}
-                answer => break answer.unwrap(),
-            }
-        };
-        if let Ok(Ok(made)) = answer {
-            assert_eq!(made.id, again.id);
-        }
-        keys.push(key);
-    }
-    site.cloud.heal();
-    let owned = after.list_owned().await.unwrap();
-    for key in &keys {
-        assert_eq!(owned.iter().filter(|vm| vm.key.as_ref() == Some(key)).count(), 1, "{key}");
-    }
-    assert_eq!(site.machines().len(), keys.len());
+    // The connection breaks, too, before and after the cloud has made the VM.
+    let disturb = |number| match number % 5 {
+        0 => site.cloud.fail(CREATE, Fault::LostAnswer, 1),
+        1 => site.cloud.fail(CREATE, Fault::Reset, 1),
+        2 => site.cloud.fail(CREATE, Fault::Late(Duration::from_millis(30)), 1),
+        _ => {}
+    };
+    let processes = [site.provider(&[]), site.provider(&[])];
+    drop_creates(&site, processes, Duration::from_millis(100), disturb).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

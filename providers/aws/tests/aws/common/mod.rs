@@ -5,10 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use peerpod_base::config::{Reader, Sources};
-use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner, Provider, Size};
 use peerpod_provider_aws::{AwsConfig, AwsProvider};
-use peerpod_test_ec2::{Proxy, REGION, xml};
+use peerpod_test_ec2::{Fault, Proxy, REGION, xml};
+pub use peerpod_tests::cloud::{PATIENCE, TestCloud, key, owner, placed, request, stranger, within};
 use tokio::time::Instant;
 
 /// AMI of `tests/ec2/amis.json` that the tests boot.
@@ -17,9 +16,6 @@ pub const IMAGE: &str = "ami-0aaaaaaaaaaaaaaa2";
 pub const ARM_IMAGE: &str = "ami-0bbbbbbbbbbbbbbb1";
 /// AMI with another root device.
 pub const OTHER_IMAGE: &str = "ami-0ccccccccccccccc1";
-
-/// Longest wait of a test for any condition.
-pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Simulated EC2 with a default network: subnets in three zones and a security group.
 pub struct Cloud {
@@ -50,41 +46,9 @@ impl Cloud {
         Cloud { proxy, subnets, group }
     }
 
-    /// Settings for this cloud: all subnets, one type, one image, and the settings of the test.
+    /// Settings for this cloud, and those of the test.
     pub fn config(&self, settings: &[(&str, &str)]) -> AwsConfig {
-        self.read(settings, true)
-    }
-
-    /// Settings below `provider.aws`, as keys and values.
-    pub fn settings(&self) -> Vec<(String, String)> {
-        vec![
-            ("endpoint".to_owned(), self.proxy.endpoint()),
-            ("region".to_owned(), REGION.to_owned()),
-            ("access-key-id".to_owned(), "AKIATEST".to_owned()),
-            ("secret-key".to_owned(), "not a secret".to_owned()),
-            ("subnet-ids".to_owned(), self.subnets.join(",")),
-            ("security-group-ids".to_owned(), self.group.clone()),
-            ("image-id".to_owned(), IMAGE.to_owned()),
-            ("arch".to_owned(), "x86_64".to_owned()),
-            ("call-timeout".to_owned(), "60s".to_owned()),
-        ]
-    }
-
-    fn read(&self, settings: &[(&str, &str)], creates: bool) -> AwsConfig {
-        let mut all = self.settings();
-        for (key, value) in settings {
-            all.retain(|(known, _)| known != key);
-            if !value.is_empty() {
-                all.push(((*key).to_owned(), (*value).to_owned()));
-            }
-        }
-        let name = |key: &str| format!("PEERPOD_PROVIDER_AWS_{}", key.to_ascii_uppercase().replace('-', "_"));
-        let env = all.into_iter().map(|(key, value)| (name(&key), value)).collect();
-        let mut reader =
-            Reader::load(Sources { env, ..Sources::default() }.for_tests(), &["provider"], &[]).unwrap();
-        let config = AwsConfig::read(&mut reader, creates);
-        reader.finish().map_err(|mistakes| mistakes.to_string()).unwrap();
-        config
+        self.read(settings, |reader| AwsConfig::read(reader, true))
     }
 
     /// Provider of node `n`.
@@ -99,13 +63,15 @@ impl Cloud {
 
     /// Provider as in the cluster's controller: with credentials and a region only.
     pub fn collector(&self) -> Arc<AwsProvider> {
-        let config = self.read(&[("image-id", ""), ("subnet-ids", ""), ("security-group-ids", "")], false);
+        let none = [("image-id", ""), ("subnet-ids", ""), ("security-group-ids", "")];
+        let config = self.read(&none, |reader| AwsConfig::read(reader, false));
         Arc::new(AwsProvider::new(config, owner("")))
     }
 
     /// Ids of the VMs that moto lists.
     pub async fn machines(&self) -> Vec<String> {
-        let mut params = vec![("Filter.1.Name", "instance-state-name")];
+        // A page of moto has 100 VMs otherwise.
+        let mut params = vec![("Filter.1.Name", "instance-state-name"), ("MaxResults", "1000")];
         params.extend([
             ("Filter.1.Value.1", "pending"),
             ("Filter.1.Value.2", "running"),
@@ -126,36 +92,43 @@ impl Cloud {
     }
 }
 
-/// Owner of a node's VMs.
-pub fn owner(node: &str) -> Owner {
-    Owner { cluster_id: "c".to_owned(), node_name: node.to_owned(), installation: "i".to_owned() }
-}
+impl TestCloud for Cloud {
+    const KIND: &'static str = "aws";
 
-/// Request that any of the types meets.
-pub fn request(name: &str) -> CreateRequest {
-    CreateRequest {
-        name: name.to_owned(),
-        user_data: format!("{{\"peerpod\":1,\"for\":\"{name}\"}}"),
-        size: Size { vcpus: 1, memory_mib: 512, ..Size::default() },
-        labels: [("peerpod.pod".to_owned(), name.to_owned())].into(),
-        ..CreateRequest::default()
+    fn settings(&self) -> Vec<(String, String)> {
+        // All subnets, one type, one image.
+        vec![
+            ("endpoint".to_owned(), self.proxy.endpoint()),
+            ("region".to_owned(), REGION.to_owned()),
+            ("access-key-id".to_owned(), "AKIATEST".to_owned()),
+            ("secret-key".to_owned(), "not a secret".to_owned()),
+            ("subnet-ids".to_owned(), self.subnets.join(",")),
+            ("security-group-ids".to_owned(), self.group.clone()),
+            ("image-id".to_owned(), IMAGE.to_owned()),
+            ("arch".to_owned(), "x86_64".to_owned()),
+            ("call-timeout".to_owned(), "60s".to_owned()),
+        ]
     }
-}
 
-/// Idempotency key of this test.
-pub fn key(test: &str, number: u32) -> IdempotencyKey {
-    IdempotencyKey::derive("c", test, number)
-}
+    async fn ids(&self) -> Vec<String> {
+        self.machines().await
+    }
 
-/// Places a request as the node does: the node records the placement, and then creates.
-pub async fn placed(provider: &dyn Provider, request: &CreateRequest) -> Result<CreateRequest, Error> {
-    let placement = provider.place(request).await?;
-    Ok(CreateRequest { placement, ..request.clone() })
-}
+    fn creates(&self) -> usize {
+        self.proxy.count(Some("CreateFleet"))
+    }
 
-/// Runs a call with this time as its deadline.
-pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
-    peerpod_provider_api::with_deadline(Instant::now() + time, call).await
+    fn delay_answer(&self) {
+        self.proxy.fail("CreateFleet", Fault::Late(Duration::from_secs(5)), 1);
+    }
+
+    fn late(&self) -> usize {
+        self.proxy.late()
+    }
+
+    fn heal(&self) {
+        self.proxy.heal();
+    }
 }
 
 /// Waits for a condition.

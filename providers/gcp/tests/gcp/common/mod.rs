@@ -5,16 +5,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use peerpod_base::config::{Reader, Sources};
-use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner, Provider, Size};
+use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_gcp::{GcpConfig, GcpProvider};
 use peerpod_test_clouds::gcp::{PROJECT, ZONES};
-use peerpod_test_clouds::{Cloud, Gcp};
+use peerpod_test_clouds::{Cloud, Fault, Gcp};
+pub use peerpod_tests::cloud::{TestCloud, key, owner, placed, request, stranger, within};
 use serde_json::Value;
-use tokio::time::Instant;
 
-/// Longest wait of a test for any condition.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Action that creates one VM.
+pub const CREATE: &str = "compute.instances.insert";
 /// Type of the tests' VMs: it can be confidential in the first two zones.
 pub const TYPE: &str = "n2d-standard-2";
 
@@ -29,41 +28,8 @@ impl Site {
         Site { cloud: Cloud::start(Gcp::default()).await.unwrap() }
     }
 
-    /// Settings below `provider.gcp`: all zones, one type, one image, plain VMs.
-    pub fn settings(&self) -> Vec<(String, String)> {
-        [
-            ("endpoint", self.cloud.endpoint()),
-            ("metadata", self.cloud.endpoint()),
-            ("project-id", PROJECT.to_owned()),
-            ("zones", ZONES.join(",")),
-            ("image", "peerpod".to_owned()),
-            ("subnetwork", "pods".to_owned()),
-            ("second-subnetwork", "second".to_owned()),
-            ("instance-type", TYPE.to_owned()),
-            ("confidential", "none".to_owned()),
-            ("arch", "x86_64".to_owned()),
-            ("market", "spot-first".to_owned()),
-            ("call-timeout", "60s".to_owned()),
-        ]
-        .map(|(key, value)| (key.to_owned(), value))
-        .to_vec()
-    }
-
-    fn read(&self, settings: &[(&str, &str)], creates: bool) -> GcpConfig {
-        let mut all = self.settings();
-        for (key, value) in settings {
-            all.retain(|(known, _)| known != key);
-            if !value.is_empty() {
-                all.push(((*key).to_owned(), (*value).to_owned()));
-            }
-        }
-        let name = |key: &str| format!("PEERPOD_PROVIDER_GCP_{}", key.to_ascii_uppercase().replace('-', "_"));
-        let env = all.into_iter().map(|(key, value)| (name(&key), value)).collect();
-        let mut reader =
-            Reader::load(Sources { env, ..Sources::default() }.for_tests(), &["provider"], &[]).unwrap();
-        let config = GcpConfig::read(&mut reader, creates);
-        reader.finish().map_err(|mistakes| mistakes.to_string()).unwrap();
-        config
+    fn config(&self, settings: &[(&str, &str)], creates: bool) -> GcpConfig {
+        self.read(settings, |reader| GcpConfig::read(reader, creates))
     }
 
     /// Provider of node `n`.
@@ -73,13 +39,13 @@ impl Site {
 
     /// Provider of the given owner.
     pub fn provider_of(&self, owner: Owner, settings: &[(&str, &str)]) -> Arc<GcpProvider> {
-        Arc::new(GcpProvider::new(self.read(settings, true), owner))
+        Arc::new(GcpProvider::new(self.config(settings, true), owner))
     }
 
     /// Provider as in the cluster's controller: with credentials and a project only.
     pub fn collector(&self) -> Arc<GcpProvider> {
         let none = [("image", ""), ("zones", ""), ("subnetwork", ""), ("second-subnetwork", "")];
-        Arc::new(GcpProvider::new(self.read(&none, false), owner("")))
+        Arc::new(GcpProvider::new(self.config(&none, false), owner("")))
     }
 
     /// The VM as the cloud shows it to a witness.
@@ -112,36 +78,50 @@ impl Site {
     }
 }
 
-/// Owner of a node's VMs.
-pub fn owner(node: &str) -> Owner {
-    Owner { cluster_id: "c".to_owned(), node_name: node.to_owned(), installation: "i".to_owned() }
-}
+impl TestCloud for Site {
+    const KIND: &'static str = "gcp";
 
-/// Request that any of the types meets.
-pub fn request(name: &str) -> CreateRequest {
-    CreateRequest {
-        name: name.to_owned(),
-        user_data: format!("{{\"peerpod\":1,\"for\":\"{name}\"}}"),
-        size: Size { vcpus: 1, memory_mib: 512, ..Size::default() },
-        labels: [("peerpod.pod".to_owned(), name.to_owned())].into(),
-        ..CreateRequest::default()
+    fn settings(&self) -> Vec<(String, String)> {
+        // Plain VMs of one type and one image in all zones.
+        [
+            ("endpoint", self.cloud.endpoint()),
+            ("metadata", self.cloud.endpoint()),
+            ("project-id", PROJECT.to_owned()),
+            ("zones", ZONES.join(",")),
+            ("image", "peerpod".to_owned()),
+            ("subnetwork", "pods".to_owned()),
+            ("second-subnetwork", "second".to_owned()),
+            ("instance-type", TYPE.to_owned()),
+            ("confidential", "none".to_owned()),
+            ("arch", "x86_64".to_owned()),
+            ("market", "spot-first".to_owned()),
+            ("call-timeout", "60s".to_owned()),
+        ]
+        .map(|(key, value)| (key.to_owned(), value))
+        .to_vec()
     }
-}
 
-/// Idempotency key of this test.
-pub fn key(test: &str, number: u32) -> IdempotencyKey {
-    IdempotencyKey::derive("c", test, number)
-}
+    async fn ids(&self) -> Vec<String> {
+        self.machines()
+    }
 
-/// Places a request as the node does: the node records the placement, and then creates.
-pub async fn placed(provider: &dyn Provider, request: &CreateRequest) -> Result<CreateRequest, Error> {
-    let placement = provider.place(request).await?;
-    Ok(CreateRequest { placement, ..request.clone() })
-}
+    fn creates(&self) -> usize {
+        self.cloud.count(Some(CREATE))
+    }
 
-/// Runs a call with this time as its deadline.
-pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
-    peerpod_provider_api::with_deadline(Instant::now() + time, call).await
+    fn delay_answer(&self) {
+        for action in [CREATE, "compute.instances.bulkInsert"] {
+            self.cloud.fail(action, Fault::Late(Duration::from_secs(5)), 1);
+        }
+    }
+
+    fn late(&self) -> usize {
+        self.cloud.late()
+    }
+
+    fn heal(&self) {
+        self.cloud.heal();
+    }
 }
 
 /// Asserts the class of an error, and every part of its text.
