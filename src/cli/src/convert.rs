@@ -4,7 +4,7 @@
 //! This module has the settings common to all clouds; those of a provider are with the provider. Names and defaults:
 //! cloud-api-adaptor at `fbdde756`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt;
@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use peerpod_base::config::env_name;
 use peerpod_provider_caa as caa;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Arguments of `peerpod config convert-caa`.
 #[derive(Debug, clap::Args)]
@@ -22,6 +23,9 @@ pub(crate) struct Convert {
     /// Writes the configuration to FILE, readable by its owner only
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Writes values of the Helm chart; what comes from a Secret is in provider.secret
+    #[arg(long)]
+    helm: bool,
     /// ConfigMaps and Secrets, as `kubectl get cm,secret -o yaml` prints them
     #[arg(value_name = "MANIFEST", required = true)]
     manifests: Vec<PathBuf>,
@@ -30,28 +34,45 @@ pub(crate) struct Convert {
 /// Largest accepted manifest, in bytes.
 const MAX_MANIFEST: u64 = 4 << 20;
 
+/// Settings by key.
+type Settings = BTreeMap<String, Value>;
+
+/// Variables of all manifests.
+#[derive(Debug, Default)]
+struct Variables {
+    all: BTreeMap<String, String>,
+    /// Names of those that a Secret has.
+    secret: BTreeSet<String>,
+}
+
 /// Result of a conversion.
 #[derive(Debug)]
 struct Converted {
-    yaml: String,
+    provider: String,
+    /// Settings of the provider.
+    own: Settings,
+    /// Keys of those that come from a Secret.
+    secret: BTreeSet<String>,
+    /// Settings of other sections.
+    sections: BTreeMap<String, Settings>,
     lost: Vec<(String, String)>,
 }
 
 /// Runs the conversion.
-pub(crate) fn run(Convert { out, manifests }: Convert) -> anyhow::Result<()> {
-    let mut variables = BTreeMap::new();
+pub(crate) fn run(Convert { out, helm, manifests }: Convert) -> anyhow::Result<()> {
+    let mut variables = Variables::default();
     for path in &manifests {
-        let found = read(path).with_context(|| format!("read {}", path.display()))?;
-        variables.extend(found);
+        read(path, &mut variables).with_context(|| format!("read {}", path.display()))?;
     }
-    let Converted { yaml, lost } = convert(variables)?;
+    let converted = convert(variables)?;
+    let yaml = if helm { converted.values()? } else { converted.file()? };
     match &out {
         None => print!("{yaml}"),
         Some(path) => write(path, &yaml)?,
     }
-    if !lost.is_empty() {
+    if !converted.lost.is_empty() {
         eprintln!("not converted, or changed:");
-        lost.iter().for_each(|(name, why)| eprintln!("  {name}: {why}"));
+        converted.lost.iter().for_each(|(name, why)| eprintln!("  {name}: {why}"));
     }
     Ok(())
 }
@@ -66,14 +87,14 @@ fn write(path: &Path, yaml: &str) -> anyhow::Result<()> {
 }
 
 /// Reads the variables of every ConfigMap and secret in a file.
-fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
+fn read(path: &Path, found: &mut Variables) -> anyhow::Result<()> {
     let size = std::fs::metadata(path)?.len();
     ensure!(
         size <= MAX_MANIFEST,
         "larger than {MAX_MANIFEST} bytes; this is not a manifest of a cloud-api-adaptor"
     );
     let text = std::fs::read_to_string(path)?;
-    let mut found = BTreeMap::new();
+    let before = found.all.len();
     for document in serde_yaml::Deserializer::from_str(&text) {
         // The parser's own message may repeat a secret's value.
         let document: Value =
@@ -81,13 +102,13 @@ fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
                 Some(place) => anyhow::anyhow!("not YAML in line {}; correct it", place.line()),
                 None => anyhow::anyhow!("not YAML; correct it"),
             })?;
-        take(&document, &mut found)?;
+        take(&document, found)?;
     }
-    ensure!(!found.is_empty(), "no ConfigMap and no Secret with data in it");
-    Ok(found)
+    ensure!(found.all.len() > before, "no ConfigMap and no Secret with data in it");
+    Ok(())
 }
 
-fn take(document: &Value, found: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
+fn take(document: &Value, found: &mut Variables) -> anyhow::Result<()> {
     if let Some(items) = document["items"].as_array() {
         return items.iter().try_for_each(|item| take(item, found));
     }
@@ -108,20 +129,19 @@ fn take(document: &Value, found: &mut BTreeMap<String, String>) -> anyhow::Resul
             text.map(|text| (name.clone(), text)).with_context(|| format!("{part}.{name} is not text"))
         })
     };
-    for entry in texts("data") {
-        let (name, text) = entry?;
-        let text = if is_secret {
-            let raw = STANDARD.decode(text.split_whitespace().collect::<String>()).ok();
-            let raw = raw.and_then(|raw| String::from_utf8(raw).ok());
-            raw.with_context(|| format!("data.{name} of a Secret is not base64 of a text"))?
-        } else {
-            text
-        };
-        found.insert(name, text);
-    }
-    for entry in texts("stringData") {
-        let (name, text) = entry?;
-        found.insert(name, text);
+    for part in ["data", "stringData"] {
+        for entry in texts(part) {
+            let (name, mut text) = entry?;
+            if is_secret {
+                found.secret.insert(name.clone());
+                if part == "data" {
+                    let raw = STANDARD.decode(text.split_whitespace().collect::<String>()).ok();
+                    let raw = raw.and_then(|raw| String::from_utf8(raw).ok());
+                    text = raw.with_context(|| format!("data.{name} of a Secret is not base64 of a text"))?;
+                }
+            }
+            found.all.insert(name, text);
+        }
     }
     Ok(())
 }
@@ -179,7 +199,8 @@ fn folder(text: &str) -> Option<Value> {
     text.strip_suffix("/hypervisor.sock").map(Value::from)
 }
 
-fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted> {
+fn convert(variables: Variables) -> anyhow::Result<Converted> {
+    let Variables { all: mut variables, secret } = variables;
     variables.values_mut().for_each(|value| *value = value.trim().to_owned());
     let provider = variables.remove("CLOUD_PROVIDER").filter(|name| !name.is_empty());
     let provider =
@@ -190,8 +211,11 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
             caa::known().join(", ")
         )
     })?;
+    let mut public = variables.clone();
+    public.retain(|name, _| !secret.contains(name));
+    let public = caa::convert(&provider, &public).map(|public| public.settings).unwrap_or_default();
     let mut lost = own.lost;
-    let mut sections: BTreeMap<String, BTreeMap<String, Value>> = BTreeMap::new();
+    let mut sections: BTreeMap<String, Settings> = BTreeMap::new();
     for (name, key, carry) in COMMON {
         let Some(text) = variables.get(*name).filter(|text| !text.is_empty()) else { continue };
         match carry(text) {
@@ -213,20 +237,60 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
         lost.push((name.clone(), why.unwrap_or("unknown variable; check whether it is needed").to_owned()));
     }
     lost.sort();
-    let mut yaml =
-        String::from("# Made by `peerpod config convert-caa`; `peerpod config check` lists its mistakes.\n");
-    let mut provider_section = String::new();
-    lines(&mut provider_section, 4, &own.settings)?;
-    writeln!(yaml, "provider:\n  kind: {provider}\n  {provider}:\n{provider_section}")?;
-    for (section, settings) in &sections {
-        writeln!(yaml, "{section}:")?;
-        lines(&mut yaml, 2, settings)?;
+    // A setting with another value without the Secrets comes from them.
+    let secret =
+        own.settings.keys().filter(|key| own.settings.get(*key) != public.get(*key)).cloned().collect();
+    Ok(Converted { provider, own: own.settings, secret, sections, lost })
+}
+
+impl Converted {
+    /// Returns the configuration file.
+    fn file(&self) -> anyhow::Result<String> {
+        let Converted { provider, own, sections, .. } = self;
+        let mut yaml = String::from(
+            "# Made by `peerpod config convert-caa`; `peerpod config check` lists its mistakes.\n",
+        );
+        let mut provider_section = String::new();
+        lines(&mut provider_section, 4, own)?;
+        writeln!(yaml, "provider:\n  kind: {provider}\n  {provider}:\n{provider_section}")?;
+        for (section, settings) in sections {
+            writeln!(yaml, "{section}:")?;
+            lines(&mut yaml, 2, settings)?;
+        }
+        Ok(yaml)
     }
-    Ok(Converted { yaml, lost })
+
+    /// Returns values of the chart: the Secret's settings as its variables, and the folder of the sockets where the
+    /// chart has it.
+    fn values(&self) -> anyhow::Result<String> {
+        let Converted { provider, own, secret, sections, .. } = self;
+        let (mut public, mut variables) = (own.clone(), Settings::new());
+        public.retain(|key, _| !secret.contains(key));
+        for (key, value) in own.iter().filter(|(key, _)| secret.contains(*key)) {
+            let text = match value {
+                Value::String(text) => text.clone(),
+                Value::Array(list) => list.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(","),
+                other => other.to_string(),
+            };
+            variables.insert(env_name(&format!("provider.{provider}.{key}")), text.into());
+        }
+        let mut config = json!(sections);
+        let run = config.as_object_mut().and_then(|config| config.remove("paths"));
+        config["provider"] = json!({"kind": provider, provider.as_str(): public});
+        let mut values = json!({"config": config});
+        if let Some(run) = run {
+            values["paths"] = json!({"run": run["run-dir"]});
+        }
+        if !variables.is_empty() {
+            values["provider"] = json!({"secret": variables});
+        }
+        let yaml = serde_yaml::to_string(&values).context("write the values")?;
+        Ok(format!("# Made by `peerpod config convert-caa --helm`: helm install … -f FILE\n{yaml}"))
+    }
 }
 
 /// Writes the settings of one section. JSON is YAML, and quotes every value that needs it.
-fn lines(yaml: &mut String, indent: usize, settings: &BTreeMap<String, Value>) -> anyhow::Result<()> {
+fn lines(yaml: &mut String, indent: usize, settings: &Settings) -> anyhow::Result<()> {
     for (key, value) in settings {
         writeln!(yaml, "{:indent$}{key}: {value}", "")?;
     }
@@ -277,8 +341,8 @@ stringData:
         let folder = folder("file");
         let (manifest, out) = (folder.join("peer-pods.yaml"), folder.join("peerpod.yaml"));
         std::fs::write(&manifest, self::manifest()).unwrap();
-        let args = ["--out".to_owned(), out.display().to_string(), manifest.display().to_string()];
-        run(&args).unwrap();
+        let args = || Convert { out: Some(out.clone()), helm: false, manifests: vec![manifest.clone()] };
+        run(args()).unwrap();
         let text = std::fs::read_to_string(&out).unwrap();
         let yaml: Value = serde_yaml::from_str(&text).unwrap();
         assert_eq!(yaml["provider"]["kind"], caa::known()[0]);
@@ -290,8 +354,30 @@ stringData:
         );
         use std::os::unix::fs::PermissionsExt as _;
         assert_eq!(std::fs::metadata(&out).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(run(&args).unwrap_err().to_string().contains("remove it or name another"));
+        assert!(run(args()).unwrap_err().to_string().contains("remove it or name another"));
         std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn the_charts_values_have_the_secrets_settings_apart() {
+        let text = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
+        };
+        let all = text(&[
+            ("CLOUD_PROVIDER", "aws"),
+            ("AWS_SECRET_ACCESS_KEY", "hush"),
+            ("AWS_SG_IDS", "sg-1,sg-2"),
+            ("VXLAN_PORT", "9000"),
+            ("REMOTE_HYPERVISOR_ENDPOINT", "/run/x/hypervisor.sock"),
+        ]);
+        let secret = BTreeSet::from(["AWS_SECRET_ACCESS_KEY".to_owned()]);
+        let values = convert(Variables { all, secret }).unwrap().values().unwrap();
+        let values: Value = serde_yaml::from_str(&values).unwrap();
+        assert_eq!(values["provider"]["secret"], json!({"PEERPOD_PROVIDER_AWS_SECRET_KEY": "hush"}));
+        assert_eq!(values["config"]["provider"]["aws"]["security-group-ids"], json!(["sg-1", "sg-2"]));
+        assert_eq!(values["config"]["tunnel"]["port"], 9000);
+        assert_eq!((&values["paths"]["run"], &values["config"]["paths"]), (&json!("/run/x"), &Value::Null));
+        assert!(!values["config"].to_string().contains("hush"));
     }
 
     #[test]
@@ -299,8 +385,10 @@ stringData:
         let folder = folder("lost");
         let manifest = folder.join("m.yaml");
         std::fs::write(&manifest, self::manifest()).unwrap();
-        let variables = read(&manifest).unwrap();
-        assert_eq!((&*variables["SOME_KEY_ID"], &*variables["SOME_SECRET"]), ("AKIA", "hush: \"#"));
+        let mut variables = Variables::default();
+        read(&manifest, &mut variables).unwrap();
+        assert_eq!((&*variables.all["SOME_KEY_ID"], &*variables.all["SOME_SECRET"]), ("AKIA", "hush: \"#"));
+        assert_eq!(Vec::from_iter(&variables.secret), ["SOME_KEY_ID", "SOME_SECRET"]);
         let Converted { lost, .. } = convert(variables).unwrap();
         let why = |name: &str| lost.iter().find(|(lost, _)| lost == name).map(|(_, why)| why.as_str());
         assert!(why("FORWARDER_PORT").unwrap().contains("relay.listen"), "{lost:?}");
@@ -323,7 +411,8 @@ stringData:
         let manifest = folder.join("m.yaml");
         let told = |text: &str| {
             std::fs::write(&manifest, text).unwrap();
-            let error = read(&manifest).and_then(convert).unwrap_err();
+            let mut variables = Variables::default();
+            let error = read(&manifest, &mut variables).and_then(|()| convert(variables)).unwrap_err();
             format!("{error:#}")
         };
         assert!(told("kind: Pod\n").contains("no ConfigMap"));

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use peerpod_test_kube::{helm, helm_program, object, project};
+use peerpod_test_kube::{helm, helm_program, object, program, project};
 use peerpod_test_reference as reference;
 use serde_json::{Value, json};
 
@@ -188,6 +188,30 @@ fn katas_own_chart_gets_values_for_this_one() {
     let shipped: toml::Table = shipped.parse().unwrap();
     let permitted = serde_json::to_value(&shipped["hypervisor"]["remote"]["enable_annotations"]).unwrap();
     assert_eq!(shim["allowedHypervisorAnnotations"], permitted);
+}
+
+/// The chart takes the values that `peerpod config convert-caa --helm` makes.
+#[test]
+fn a_cloud_api_adaptors_settings_become_values() {
+    let home = Home::new("caa");
+    let (caa, mine) = (home.0.join("caa.yaml"), home.0.join("mine.yaml"));
+    let manifests = json!({"kind": "List", "items": [
+        {"kind": "ConfigMap", "data": {"CLOUD_PROVIDER": "azure", "AZURE_REGION": "westeurope", "VXLAN_PORT": "9000",
+            "REMOTE_HYPERVISOR_ENDPOINT": "/run/peerpod/hypervisor.sock"}},
+        {"kind": "Secret", "stringData": {"AZURE_CLIENT_SECRET": "hush"}},
+    ]});
+    fs::write(&caa, manifests.to_string()).unwrap();
+    let mut command = Command::new(program("peerpod").unwrap());
+    let done =
+        command.args(["config", "convert-caa", "--helm", "--out"]).arg(&mine).arg(&caa).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let all = render(&home.0, &["-f", mine.to_str().unwrap()]).unwrap();
+    let config =
+        object(&all, "ConfigMap", "peerpod-config").unwrap()["data"]["peerpod.yaml"].as_str().unwrap();
+    assert!(config.contains("region: westeurope") && config.contains("port: 9000"), "{config}");
+    assert!(!config.contains("hush"), "{config}");
+    let secret = &object(&all, "Secret", "peer-pods-secret").unwrap()["stringData"];
+    assert_eq!(secret, &json!({"PEERPOD_PROVIDER_AZURE_CLIENT_SECRET": "hush"}));
 }
 
 /// Makes the parts of a release that need no build: chart, notes and checksums.
