@@ -61,7 +61,7 @@ image-lock:
 
 # Whether everything that is shipped compiles for another architecture: `make check-arch ARCH=aarch64`. Needs the Rust
 # target, and a C compiler for it (package gcc-aarch64-linux-gnu) on a machine of another architecture.
-SHIPPED := $(DIST_PACKAGES) peerpod-guest peerpod-images peerpod-initrd peerpod-wireguard
+SHIPPED = $(DIST_PACKAGES) peerpod-guest peerpod-images peerpod-initrd peerpod-wireguard
 check-arch: export CC_aarch64_unknown_linux_musl ?= $(if $(filter x86_64,$(shell uname -m)),aarch64-linux-gnu-gcc,musl-gcc)
 check-arch:
 	$(CARGO) check --locked --target $(ARCH)-unknown-linux-musl $(SHIPPED:%=-p %) $(DIST_WITH)
