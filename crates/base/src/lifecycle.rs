@@ -10,6 +10,8 @@ use parking_lot::Mutex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+use crate::telemetry;
+
 /// Notifies all tasks that the process is to end. Clones share one shutdown.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
@@ -37,18 +39,23 @@ impl Shutdown {
     }
 }
 
-/// Makes a shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once, with the exit code that
+/// Makes a shutdown that SIGTERM and SIGINT trigger. SIGUSR1 switches the level of the log to `debug`, and back. A second signal ends the process at once, with the exit code that
 /// a shell gives for it (128 + number): a second Ctrl-C means an immediate end.
 pub fn signals() -> std::io::Result<Shutdown> {
     let shutdown = Shutdown::default();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut level = signal(SignalKind::user_defined1())?;
     let told = shutdown.clone();
     tokio::spawn(async move {
         loop {
             let (name, number) = tokio::select! {
                 _ = terminate.recv() => ("SIGTERM", 15),
                 _ = interrupt.recv() => ("SIGINT", 2),
+                _ = level.recv() => {
+                    telemetry::switch_level();
+                    continue;
+                }
             };
             if told.is_triggered() {
                 tracing::warn!(signal = name, "second signal; ending at once");

@@ -1,12 +1,24 @@
-//! Writes log records to stderr, as text for people or as JSON for collectors. Each component makes its own metrics.
+//! Writes log records to stderr, as text for people or as JSON for collectors. Repeated lines are damped, and the level
+//! can be changed at run time. Each component makes its own metrics.
 //!
 //! Log style: messages are constant and in lower case. Every variable part is a field (`sandbox`, `pod`, `instance`,
 //! `provider`, `phase`, `took`, `error`). A span holds the fields common to all records of a request.
 
+mod damped;
+
+use std::fmt::Display;
 use std::io::IsTerminal;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::fmt::format::JsonFields;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Registry, fmt, reload};
+
+use damped::Damped;
 
 use crate::config::{Bad, Node, Reader, Value};
 
@@ -44,6 +56,12 @@ impl LogConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Level(String);
 
+impl Level {
+    fn filter(&self) -> Result<EnvFilter, ParseError> {
+        EnvFilter::try_new(format!("{QUIET},{}", self.0))
+    }
+}
+
 impl Value for Level {
     fn read(node: &Node) -> Result<Level, Bad> {
         let text = match node {
@@ -80,21 +98,43 @@ impl Value for Level {
 #[error("set up logging: {0}; it can be done only once in a process")]
 pub struct Error(String);
 
+/// Changes the level of a process that has set up its logging.
+static CHANGE: OnceLock<(reload::Handle<EnvFilter, Registry>, Level)> = OnceLock::new();
+
+/// Whether the level is switched to `debug`.
+static IS_DEBUG: AtomicBool = AtomicBool::new(false);
+
 /// Sends log records to stderr from now on. Called once per process, first in `main`; fails after that.
 pub fn init(config: &LogConfig) -> Result<(), Error> {
-    let level = format!("{QUIET},{}", config.level.0);
-    let filter = EnvFilter::try_new(level).map_err(|why| Error(why.to_string()))?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let failed = |why: &dyn Display| Error(why.to_string());
+    let (filter, handle) = reload::Layer::new(config.level.filter().map_err(|why| failed(&why))?);
+    let registry = tracing_subscriber::registry().with(filter);
+    let lines = fmt::layer().with_writer(std::io::stderr);
     let done = if config.json {
-        lines.json().flatten_event(true).with_current_span(false).try_init()
+        let format = fmt::format().json().flatten_event(true).with_current_span(false);
+        let lines = lines.fmt_fields(JsonFields::new());
+        registry.with(lines.event_format(Damped::new(format, true))).try_init()
     } else {
-        lines.with_ansi(std::io::stderr().is_terminal()).try_init()
+        let is_terminal = std::io::stderr().is_terminal();
+        let format = Damped::new(fmt::format().with_ansi(is_terminal), false);
+        registry.with(lines.with_ansi(is_terminal).event_format(format)).try_init()
     };
-    done.map_err(|why| Error(why.to_string()))?;
+    done.map_err(|why| failed(&why))?;
+    drop(CHANGE.set((handle, config.level.clone())));
     if !config.overridden.is_empty() {
         tracing::warn!(keys = config.overridden.join(","), "a test overrides constants");
     }
     Ok(())
+}
+
+/// Switches the level to `debug`, or back to `log.level`. Does nothing before [`init`].
+pub fn switch_level() {
+    let Some((handle, configured)) = CHANGE.get() else { return };
+    let was_debug = IS_DEBUG.fetch_xor(true, Ordering::Relaxed);
+    let level = if was_debug { configured.clone() } else { Level("debug".to_owned()) };
+    if level.filter().is_ok_and(|filter| handle.reload(filter).is_ok()) {
+        tracing::info!(level = level.0, "the level of the log has changed");
+    }
 }
 
 #[cfg(test)]

@@ -37,6 +37,13 @@ fn child_that_logs() {
     let _entered = span.enter();
     tracing::info!(took_ms = 5, "vm started");
     tracing::debug!("not to be seen");
+    switch_level();
+    tracing::debug!("now to be seen");
+    switch_level();
+    tracing::debug!("not to be seen again");
+    for _ in 0..30 {
+        tracing::info!("the same");
+    }
     assert!(init(&config(&format, "info").unwrap()).is_err(), "a second time must be refused");
 }
 
@@ -53,7 +60,6 @@ fn lines(format: &str) -> Vec<String> {
 #[test]
 fn a_json_line_carries_the_fields_of_its_span() {
     let lines = lines("json");
-    assert_eq!(lines.len(), 1, "{lines:?}");
     let line: serde_json::Value = serde_json::from_str(&lines[0]).unwrap();
     assert_eq!((&line["message"], &line["took_ms"]), (&json!("vm started"), &json!(5)));
     assert_eq!(line["level"], "INFO");
@@ -64,9 +70,20 @@ fn a_json_line_carries_the_fields_of_its_span() {
 #[test]
 fn a_text_line_carries_the_fields_of_its_span_and_no_colours() {
     let lines = lines("text");
-    assert_eq!(lines.len(), 1, "{lines:?}");
     for part in ["INFO", "sandbox=\"s1\"", "pod=\"default/web\"", "vm started", "took_ms=5"] {
         assert!(lines[0].contains(part), "{part} in {lines:?}");
     }
     assert!(!lines[0].contains('\u{1b}'), "{lines:?}");
+}
+
+#[test]
+fn the_level_changes_at_run_time_and_repeated_lines_are_damped() {
+    for format in ["json", "text"] {
+        let lines = lines(format);
+        let count = |part: &str| lines.iter().filter(|line| line.contains(part)).count();
+        assert_eq!((count("not to be seen"), count("now to be seen")), (0, 1), "{lines:?}");
+        assert_eq!(count("the level of the log has changed"), 2, "{lines:?}");
+        assert_eq!(count("the same"), 10, "{lines:?}");
+        assert_eq!(lines.len(), 14, "{lines:?}");
+    }
 }
