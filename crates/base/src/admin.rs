@@ -1,5 +1,5 @@
-//! Serves the admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: the reasons
-//! why the process is not ready, and warnings that do not stop its work).
+//! Serves the admin port: `/metrics` (OpenMetrics or the text format 0.0.4, as the scraper accepts), `/healthz` (the
+//! process answers), `/readyz` (JSON: the reasons why the process is not ready, and warnings that do not stop its work).
 //!
 //! Each process answers for itself. The port is for the node's own network: it shows no secret and changes nothing.
 //! [`local`] serves the same and more on a Unix socket.
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
@@ -29,6 +29,7 @@ use tokio::task::JoinSet;
 
 use crate::chain::chain;
 use crate::listen::listen;
+use crate::metrics::plain;
 
 /// Time limit for the headers of a request.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
@@ -173,7 +174,7 @@ async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
         let (registry, ready) = (registry.clone(), ready.clone());
         tokio::spawn(async move {
             let answer = |request: Request<Incoming>| {
-                std::future::ready(respond(request.method(), request.uri().path(), &registry, &ready))
+                std::future::ready(respond(&request, &registry, &ready))
             };
             connection(stream, answer).await;
             drop(place);
@@ -203,12 +204,13 @@ where
     }
 }
 
-fn respond(method: &Method, path: &str, registry: &Registry, ready: &Ready) -> Response<Full<Bytes>> {
-    const TEXT: &str = "text/plain; charset=utf-8";
-    if !matches!(*method, Method::GET | Method::HEAD) {
+const TEXT: &str = "text/plain; charset=utf-8";
+
+fn respond(request: &Request<Incoming>, registry: &Registry, ready: &Ready) -> Response<Full<Bytes>> {
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
         return response(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET\n".to_owned());
     }
-    match path {
+    match request.uri().path() {
         "/healthz" => response(StatusCode::OK, TEXT, "ok\n".to_owned()),
         "/readyz" => {
             let waiting = ready.waiting();
@@ -220,21 +222,34 @@ fn respond(method: &Method, path: &str, registry: &Registry, ready: &Ready) -> R
             }
             response(status, "application/json", format!("{body}\n"))
         }
-        "/metrics" => {
-            let mut text = String::new();
-            match prometheus_client::encoding::text::encode(&mut text, registry) {
-                Ok(()) => response(
-                    StatusCode::OK,
-                    "application/openmetrics-text; version=1.0.0; charset=utf-8",
-                    text,
-                ),
-                Err(_) => {
-                    response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, "a metric has no text\n".to_owned())
-                }
-            }
-        }
+        "/metrics" => metrics(request.headers(), registry),
         _ => response(StatusCode::NOT_FOUND, TEXT, "try /metrics, /healthz or /readyz\n".to_owned()),
     }
+}
+
+/// Answers a scraper in OpenMetrics, if it accepts that at least as gladly as the text format 0.0.4; else in the latter.
+pub fn metrics(headers: &HeaderMap, registry: &Registry) -> Response<Full<Bytes>> {
+    let mut text = String::new();
+    if prometheus_client::encoding::text::encode(&mut text, registry).is_err() {
+        return response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, "a metric has no text\n".to_owned());
+    }
+    let openmetrics = weight(headers, "application/openmetrics-text");
+    if openmetrics > 0.0 && openmetrics >= weight(headers, "text/plain") {
+        response(StatusCode::OK, "application/openmetrics-text; version=1.0.0; charset=utf-8", text)
+    } else {
+        response(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", plain(&text))
+    }
+}
+
+/// Returns the weight (`q`) of a media type in the `Accept` header; 0 if the header does not name it.
+fn weight(headers: &HeaderMap, kind: &str) -> f64 {
+    let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let weights = accepted.flat_map(|value| value.split(',')).filter_map(|range| {
+        let mut parts = range.split(';').map(str::trim);
+        parts.next()?.eq_ignore_ascii_case(kind).then_some(())?;
+        Some(parts.find_map(|part| part.strip_prefix("q=")?.parse().ok()).unwrap_or(1.0))
+    });
+    weights.fold(0.0, f64::max)
 }
 
 fn response(status: StatusCode, kind: &'static str, body: String) -> Response<Full<Bytes>> {

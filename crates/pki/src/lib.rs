@@ -14,6 +14,7 @@ use rcgen::{
     PublicKeyData, SanType, SerialNumber,
 };
 use rustls_pki_types::{CertificateDer, CertificateSigningRequestDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use x509_parser::prelude::{FromDer, X509Certificate};
 use zeroize::Zeroizing;
 
 /// Certificates are valid from a day before they are made: the clock of a newly booted VM may be behind.
@@ -41,6 +42,13 @@ pub enum Error {
 
 fn failed(attempt: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
     move |why| Error::Certificate(attempt, why)
+}
+
+/// Returns the end of a certificate in DER; `None`: it is no certificate.
+pub fn not_after(certificate: &[u8]) -> Option<SystemTime> {
+    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+    let seconds = u64::try_from(certificate.validity().not_after.timestamp()).ok()?;
+    Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
 /// A server's certificate and key.

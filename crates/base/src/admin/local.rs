@@ -52,7 +52,7 @@ where
                     async move {
                         let path = request.uri().path();
                         if request.method() != Method::GET || !path.starts_with("/v1/") {
-                            return respond(request.method(), path, registry, ready);
+                            return respond(&request, registry, ready);
                         }
                         let (status, value) = match own(path.to_owned()).await {
                             Answer::Json(value) => (StatusCode::OK, value),

@@ -29,13 +29,30 @@ async fn served() -> (SocketAddr, Ready, Counter) {
 }
 
 #[tokio::test]
-async fn metrics_are_shown_as_openmetrics() {
+async fn a_scraper_gets_the_format_that_it_prefers() {
     let (address, _, counter) = served().await;
     counter.inc_by(3);
-    let answer = get(address, "/metrics").await;
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert!(answer.contains("application/openmetrics-text; version=1.0.0"), "{answer}");
-    assert!(answer.contains("peerpod_things_total 3\n") && answer.contains("# EOF"), "{answer}");
+    const OPEN: &str = "content-type: application/openmetrics-text; version=1.0.0";
+    const PLAIN: &str = "content-type: text/plain; version=0.0.4";
+    for (accept, kind) in [
+        ("*/*", PLAIN),
+        ("text/plain;version=0.0.4;q=0.3,*/*;q=0.1", PLAIN),
+        ("application/openmetrics-text;q=0,text/plain;q=0", PLAIN),
+        ("application/openmetrics-text;version=1.0.0;q=0.2,text/plain;version=0.0.4;q=0.6", PLAIN),
+        ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.1", OPEN),
+        ("application/openmetrics-text", OPEN),
+    ] {
+        let request =
+            format!("GET /metrics HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\nconnection: close\r\n\r\n");
+        let answer = ask(address, &request).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.contains(kind), "{accept}: {answer}");
+        assert!(answer.contains("peerpod_things_total 3\n"), "{answer}");
+        let (typed, end) =
+            if kind == OPEN { ("things counter", "# EOF\n") } else { ("things_total counter", " 3\n") };
+        assert!(answer.contains(typed) && answer.ends_with(end), "{answer}");
+    }
+    assert!(get(address, "/metrics").await.contains(PLAIN));
 }
 
 #[tokio::test]
