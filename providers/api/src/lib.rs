@@ -38,8 +38,8 @@ pub use error::{Error, Rejected, Retry, unless_gone};
 pub use id::{IdempotencyKey, InstanceId, NotAnId};
 pub use owner::Owner;
 pub use request::{
-    Arch, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Market, Owned,
-    OwnedState, Placement, Size,
+    Arch, Chosen, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Market,
+    Owned, OwnedState, Placement, Size,
 };
 
 /// Makes and deletes VMs. The crate's page has the rules that all methods share.

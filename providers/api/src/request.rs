@@ -231,10 +231,28 @@ pub struct Created {
     pub id: InstanceId,
     /// Addresses, if the create returned them. Empty is normal; then call [`crate::Provider::addresses`].
     pub addresses: Vec<IpAddr>,
-    /// Chosen instance type, when the cloud has types.
-    pub instance_type: Option<String>,
+    /// Choices of provider and cloud for this VM.
+    pub chosen: Chosen,
     /// Volume id and identity of each requested disk that is already attached.
     pub disks: Vec<(String, DiskIdentity)>,
+}
+
+/// Choices of provider and cloud for one VM, for people and metrics. A field is `None` where the cloud has no such choice,
+/// or the answer to the create does not name it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Chosen {
+    /// Instance type.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance_type: Option<String>,
+    /// Zone, by the cloud's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zone: Option<String>,
+    /// Pricing model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub market: Option<Market>,
+    /// Image, by the cloud's name or id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
 }
 
 /// Result of one call for several VMs. See [`crate::Batch`].

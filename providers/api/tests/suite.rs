@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use peerpod_provider_api::conformance::{self, Harness, promise};
 use peerpod_provider_api::{
-    Batch, Capabilities, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error, Extensions,
-    IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
+    Batch, Capabilities, Chosen, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
+    Extensions, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
 };
 
 /// Faults of a provider.
@@ -212,7 +212,7 @@ impl Provider for Shelf {
         if let Some(vm) = self.cloud().vms.get_mut(&id) {
             vm.answered = true;
         }
-        Ok(Created { id, addresses: vec![], instance_type: None, disks: vec![] })
+        Ok(Created { id, addresses: vec![], chosen: Chosen::default(), disks: vec![] })
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
@@ -300,7 +300,7 @@ impl Batch for Shelf {
             ids = (0..count.get()).map(|_| cloud.make(self.owner, request, key)).collect();
         }
         ids.sort();
-        let made = |id| Created { id, addresses: vec![], instance_type: None, disks: vec![] };
+        let made = |id| Created { id, addresses: vec![], chosen: Chosen::default(), disks: vec![] };
         Ok(CreatedMany { made: ids.into_iter().map(made).collect(), rest: None })
     }
 }

@@ -130,7 +130,7 @@ impl Launch<'_> {
         Ok(Created {
             id: vm,
             addresses: Vec::new(),
-            instance_type: Some(self.offering.machine.clone()),
+            chosen: self.offering.chosen(Some(self.image.id.name().to_owned())),
             disks: disks.map(|(disk, lun)| (disk.volume.clone(), DiskIdentity::Lun(lun))).collect(),
         })
     }

@@ -35,6 +35,14 @@ pub enum ImageId {
 }
 
 impl ImageId {
+    /// Returns the id, or the name of an image of a community or shared gallery.
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            ImageId::Gallery { id } | ImageId::Managed { id } => id,
+            ImageId::Public { image, .. } => image,
+        }
+    }
+
     /// Parses an id in any case; `None`: the text is none.
     pub fn parse(text: &str) -> Option<ImageId> {
         let parts: Vec<&str> = text.split('/').collect();

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use peerpod_provider_api::{Arch, Confidential, Market};
+use peerpod_provider_api::{Arch, Chosen, Confidential, Market};
 use serde::{Deserialize, Serialize};
 
 /// Type of VM.
@@ -102,6 +102,14 @@ pub struct Offering {
     pub subnet: Option<String>,
     /// Market of the offering.
     pub market: Market,
+}
+
+impl Offering {
+    /// Returns the choices that this offering is, with the VM's image.
+    pub fn chosen(&self, image: Option<String>) -> Chosen {
+        let zone = Some(self.zone.clone()).filter(|zone| !zone.is_empty());
+        Chosen { instance_type: Some(self.machine.clone()), zone, market: Some(self.market), image }
+    }
 }
 
 impl std::fmt::Display for Offering {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use peerpod_provider_api::{
-    Capabilities, CreateRequest, Created, DecoratorConfig, Error, IdempotencyKey, InstanceId, Owned,
+    Capabilities, Chosen, CreateRequest, Created, DecoratorConfig, Error, IdempotencyKey, InstanceId, Owned,
     Preflight, Provider, Retry, deadline, decorate,
 };
 use peerpod_provider_cloud::batch::Answers;
@@ -160,7 +160,7 @@ impl Provider for Small {
             cloud.vms.insert(id.clone(), Instant::now());
             id
         });
-        Ok(Created { id: id.await?, addresses: vec![], instance_type: None, disks: vec![] })
+        Ok(Created { id: id.await?, addresses: vec![], chosen: Chosen::default(), disks: vec![] })
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {

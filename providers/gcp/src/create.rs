@@ -312,7 +312,7 @@ impl Launch<'_> {
         Created {
             id,
             addresses: addresses.unwrap_or_default(),
-            instance_type: Some(self.offering.machine.clone()),
+            chosen: self.offering.chosen(Some(self.image.path.clone())),
             disks: volumes.zip(self.disks.iter().map(identity)).collect(),
         }
     }

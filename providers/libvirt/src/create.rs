@@ -4,8 +4,8 @@
 //! of a domain that `list_owned` shows and `delete` removes.
 
 use peerpod_provider_api::{
-    Capabilities, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
-    InstanceId, Retry,
+    Capabilities, Chosen, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error,
+    IdempotencyKey, InstanceId, Retry,
 };
 
 use crate::config::{Boot, Firmware, Image, LibvirtConfig, UserData};
@@ -408,7 +408,7 @@ fn made(domain: &Domain, request: &CreateRequest) -> Created {
     Created {
         id: id_of(domain),
         addresses: Vec::new(),
-        instance_type: None,
+        chosen: Chosen { image: request.image.clone(), ..Chosen::default() },
         disks: request.disks.iter().map(disk).collect(),
     }
 }

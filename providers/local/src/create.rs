@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use peerpod_provider_api::{
-    CreateRequest, Created, CreatedMany, DiskRequest, Error, IdempotencyKey, InstanceId,
+    Chosen, CreateRequest, Created, CreatedMany, DiskRequest, Error, IdempotencyKey, InstanceId,
 };
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
@@ -296,7 +296,7 @@ fn same(record: VmRecord, digest: &str) -> Result<VmRecord, Error> {
 }
 
 fn created(id: &InstanceId, record: &VmRecord) -> Created {
-    Created { id: id.clone(), addresses: addresses(record), instance_type: None, disks: Vec::new() }
+    Created { id: id.clone(), addresses: addresses(record), chosen: Chosen::default(), disks: Vec::new() }
 }
 
 /// Converts a name to a valid host name.

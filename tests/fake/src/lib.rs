@@ -16,8 +16,8 @@ use async_trait::async_trait;
 use peerpod_base::config::Reader;
 use peerpod_common::files;
 use peerpod_provider_api::{
-    Batch, Capabilities, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey, InstanceId,
-    Owned, OwnedState, Preflight, Provider,
+    Batch, Capabilities, Chosen, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey,
+    InstanceId, Owned, OwnedState, Preflight, Provider,
 };
 use serde::{Deserialize, Serialize};
 
@@ -323,7 +323,7 @@ impl Batch for Fake {
 
 fn created(id: &str, fake_vm: &FakeVm) -> Result<Created, Error> {
     let id = InstanceId::new(id).map_err(|error| Error::invalid(error.to_string()))?;
-    Ok(Created { id, addresses: vec![fake_vm.address.into()], instance_type: None, disks: Vec::new() })
+    Ok(Created { id, addresses: vec![fake_vm.address.into()], chosen: Chosen::default(), disks: Vec::new() })
 }
 
 /// Writes atomically: a reader of the folder sees only complete files, even when several writers write the same one.

@@ -33,7 +33,7 @@ impl Provider for Scripted {
         answer.map(|()| Created {
             id: InstanceId::new("i-1").unwrap(),
             addresses: vec![],
-            instance_type: None,
+            chosen: Chosen::default(),
             disks: vec![],
         })
     }
@@ -196,7 +196,7 @@ async fn a_throttled_cloud_gets_its_calls_in_single_file_and_all_of_them_succeed
             }
             bucket.0 -= 1.0;
             let id = InstanceId::new("i-1").unwrap();
-            Ok(Created { id, addresses: vec![], instance_type: None, disks: vec![] })
+            Ok(Created { id, addresses: vec![], chosen: Chosen::default(), disks: vec![] })
         }
         async fn addresses(&self, _: &InstanceId) -> Result<Vec<IpAddr>, Error> {
             Ok(vec![])

@@ -20,7 +20,9 @@ use aws_sdk_ec2::types::{
 };
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market};
+use peerpod_provider_api::{
+    Chosen, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market,
+};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::{Meaning, Offering, Wait};
 use tokio::time::Instant;
@@ -224,11 +226,20 @@ impl Launch<'_> {
         let mut outcome = Outcome::default();
         for one in answer.instances.unwrap_or_default() {
             let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
+            let place = one.launch_template_and_overrides.and_then(|launched| launched.overrides);
+            let subnet = place.as_ref().and_then(|place| place.subnet_id());
+            let offering = offerings.iter().find(|one| one.subnet.as_deref() == subnet);
+            let chosen = Chosen {
+                instance_type: machine.clone(),
+                zone: offering.map(|one| one.zone.clone()),
+                market: offerings.first().map(|one| one.market),
+                image: self.image_id(),
+            };
             for id in one.instance_ids.unwrap_or_default() {
                 if is_spot(offerings) {
                     self.aws.spots.made(&id, machine.as_deref());
                 }
-                outcome.made.push(created(id, Vec::new(), machine.clone())?);
+                outcome.made.push(created(id, Vec::new(), chosen.clone())?);
             }
         }
         for error in answer.errors.unwrap_or_default() {
@@ -428,7 +439,7 @@ impl Launch<'_> {
             }
             let private = vm.private_ip_address.and_then(|text| text.parse().ok());
             let addresses = private.filter(|_| !self.aws.config.use_public_ip).into_iter().collect();
-            outcome.made.push(created(id, addresses, Some(offering.machine.clone()))?);
+            outcome.made.push(created(id, addresses, offering.chosen(self.image_id()))?);
         }
         if outcome.made.is_empty() {
             return self.earlier().await;
@@ -451,17 +462,23 @@ impl Launch<'_> {
         if seen.state == VmState::Terminated {
             return None;
         }
-        created(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), seen.machine.clone()).ok()
+        let chosen = Chosen {
+            instance_type: seen.machine.clone(),
+            zone: seen.zone.clone(),
+            market: Some(if seen.is_spot { Market::Spot } else { Market::OnDemand }),
+            image: self.image_id(),
+        };
+        created(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), chosen).ok()
+    }
+
+    fn image_id(&self) -> Option<String> {
+        self.image.as_ref().or(self.facts.image.as_ref()).map(|image| image.id.clone())
     }
 }
 
-fn created(
-    id: String,
-    addresses: Vec<std::net::IpAddr>,
-    instance_type: Option<String>,
-) -> Result<Created, Error> {
+fn created(id: String, addresses: Vec<std::net::IpAddr>, chosen: Chosen) -> Result<Created, Error> {
     let id = InstanceId::new(id).map_err(|error| Error::transient(format!("EC2's answer: {error}")))?;
-    Ok(Created { id, addresses, instance_type, disks: Vec::new() })
+    Ok(Created { id, addresses, chosen, disks: Vec::new() })
 }
 
 fn is_spot(offerings: &[Offering]) -> bool {

@@ -27,7 +27,7 @@ async fn an_exhausted_type_is_skipped_for_a_while() {
     cloud.proxy.set_stock("m6a.large", "eu-central-1a", "*", 0);
     let first = placed(&*provider, &request("a")).await.unwrap();
     let made = provider.create(&first, &key("fallback", 0)).await.unwrap();
-    assert_eq!(made.instance_type.as_deref(), Some("m6a.large"), "in another zone");
+    assert_eq!(made.chosen.instance_type.as_deref(), Some("m6a.large"), "in another zone");
     // The next placement does not contain the type that had no capacity.
     let second = placed(&*provider, &request("b")).await.unwrap();
     let placement = second.placement.as_ref().unwrap().as_str();

@@ -382,7 +382,11 @@ async fn configured_prices_become_fleet_priorities() {
     let provider = cloud.provider(&[types, ("prices", "m6a.large=0.01,c6a.large=0.02")]);
     let wish = placed(&*provider, &request("a")).await.unwrap();
     let made = provider.create(&wish, &key("prices", 0)).await.unwrap();
-    assert_eq!(made.instance_type.as_deref(), Some("m6a.large"), "although the other one is smaller");
+    assert_eq!(made.chosen.instance_type.as_deref(), Some("m6a.large"), "although the other one is smaller");
+    assert!(
+        made.chosen.zone.is_some() && made.chosen.market.is_some() && made.chosen.image.is_some(),
+        "{made:?}"
+    );
     let calls = cloud.proxy.calls();
     let fleet = calls.iter().find(|call| call.action == "CreateFleet").unwrap();
     let said = |name: &str| fleet.params.get(name).map(String::as_str);

@@ -138,7 +138,7 @@ async fn a_lost_answer_is_transient_and_the_same_call_finds_the_vm() {
         says(&error, "transient", &["create of web-0", "its effect is unknown"]);
     }
     let made = provider.create(&wish, &key("lost", 0)).await.unwrap();
-    assert_eq!((site.machines().len(), made.instance_type.as_deref()), (1, Some(TYPE)));
+    assert_eq!((site.machines().len(), made.chosen.instance_type.as_deref()), (1, Some(TYPE)));
     let other = CreateRequest { name: "web-1".to_owned(), ..wish };
     let error = provider.create(&other, &key("lost", 0)).await.unwrap_err();
     says(&error, "key_reused", &["create of web-1", "another request"]);

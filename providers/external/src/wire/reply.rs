@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use peerpod_proto::provider as wire;
 use peerpod_provider_api::{
-    Arch, Capabilities, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, Error, EventKind,
-    IdempotencyKey, InstanceId, Owned, OwnedState, Preflight, ProviderEvent,
+    Arch, Capabilities, Chosen, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, Error,
+    EventKind, IdempotencyKey, InstanceId, Owned, OwnedState, Preflight, ProviderEvent,
 };
 use protobuf::MessageField;
 
@@ -159,7 +159,7 @@ pub(crate) fn created_to(made: &Created) -> wire::CreateResponse {
     wire::CreateResponse {
         id: made.id.to_string(),
         addresses: texts(&made.addresses),
-        instance_type: made.instance_type.clone().unwrap_or_default(),
+        instance_type: made.chosen.instance_type.clone().unwrap_or_default(),
         disks: made.disks.iter().map(disk).collect(),
         ..wire::CreateResponse::default()
     }
@@ -189,7 +189,7 @@ pub(crate) fn created_from(
     Ok(Created {
         id: id_from(who, made.id)?,
         addresses: addresses_from(who, &made.addresses)?,
-        instance_type,
+        chosen: Chosen { instance_type, ..Chosen::default() },
         disks,
     })
 }

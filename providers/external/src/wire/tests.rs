@@ -5,9 +5,9 @@ use std::time::{Duration, SystemTime};
 
 use peerpod_proto::provider as wire;
 use peerpod_provider_api::{
-    Arch, Capabilities, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
-    EventKind, IdempotencyKey, InstanceId, Market, Owned, OwnedState, Placement, ProviderEvent, Rejected,
-    Size,
+    Arch, Capabilities, Chosen, Confidential, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest,
+    Error, EventKind, IdempotencyKey, InstanceId, Market, Owned, OwnedState, Placement, ProviderEvent,
+    Rejected, Size,
 };
 use proptest::prelude::*;
 use protobuf::{Message, MessageField};
@@ -167,7 +167,7 @@ fn a_created_vm_arrives_and_invalid_fields_are_refused() {
     let made = Created {
         id: id("i-1"),
         addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
-        instance_type: Some("m6a.large".into()),
+        chosen: Chosen { instance_type: Some("m6a.large".into()), ..Chosen::default() },
         disks: vec![("v".into(), DiskIdentity::Serial("vol1".into()))],
     };
     let sent = over(&created_to(&made));
@@ -193,7 +193,8 @@ fn a_created_vm_arrives_and_invalid_fields_are_refused() {
 
 #[test]
 fn a_batch_is_complete_or_has_a_reason() {
-    let one = |name: &str| Created { id: id(name), addresses: vec![], instance_type: None, disks: vec![] };
+    let one =
+        |name: &str| Created { id: id(name), addresses: vec![], chosen: Chosen::default(), disks: vec![] };
     let rest = Error::capacity("m6a", format!("{WHO}: none left"));
     let whole = CreatedMany { made: vec![one("a"), one("b")], rest: None };
     assert_eq!(created_many_from(WHO, over(&created_many_to(&whole)), &request(), 2).unwrap(), whole);
