@@ -24,6 +24,7 @@ use ttrpc::asynchronous::transport::Listener;
 use ttrpc::asynchronous::{Server, TtrpcContext};
 
 use crate::config;
+use crate::status::Status;
 
 mod child;
 
@@ -53,17 +54,20 @@ struct Inner {
     is_open: watch::Sender<Option<Result<(), String>>>,
     running: Mutex<Running>,
     places: Semaphore,
+    /// Counts the pulls.
+    status: Arc<Status>,
 }
 
 impl Images {
     /// Makes the service. No pull begins before [`Images::access`] and [`Images::open`].
-    pub(crate) fn new(settings: &config::Images) -> Images {
+    pub(crate) fn new(settings: &config::Images, status: Arc<Status>) -> Images {
         Images(Arc::new(Inner {
             settings: settings.clone(),
             access: watch::Sender::new(None),
             is_open: watch::Sender::new(None),
             running: Mutex::default(),
             places: Semaphore::new(AT_ONCE),
+            status,
         }))
     }
 
@@ -143,6 +147,7 @@ impl Images {
                 }
                 Err(error) => tracing::error!(image, %error, early, "cannot pull"),
             }
+            images.0.status.pulled(result.is_ok());
             images.0.running.lock().remove(&key);
             tell.send_replace(Some(result));
         });

@@ -97,10 +97,10 @@ impl Parts {
         let lease = Arc::new(Lease::load(&settings.state_dir));
         let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
         let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
-        let images = Images::new(&config::Images {
-            store: scratch::store(&settings.images.store),
-            ..settings.images.clone()
-        });
+        let images = Images::new(
+            &config::Images { store: scratch::store(&settings.images.store), ..settings.images.clone() },
+            status.clone(),
+        );
         let components = Components::new(settings, status.clone());
         let person = PodAssignment::load(
             settings,

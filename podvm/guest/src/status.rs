@@ -182,6 +182,15 @@ impl Status {
         self.said.notify_one();
     }
 
+    /// Counts a pull of an image. The node gets the status at once.
+    pub(crate) fn pulled(&self, is_done: bool) {
+        let mut inner = self.lock();
+        let count = if is_done { &mut inner.images_pulled } else { &mut inner.image_pulls_failed };
+        *count += 1;
+        drop(inner);
+        self.said.notify_one();
+    }
+
     /// Sets the note of a subject; `None` removes it.
     pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
         let mut notes = self.notes.lock();
