@@ -146,16 +146,16 @@ bench-kube: setup
 	mkdir -p $(TARGET)/bench
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture controller webhook
 
-# What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper; then
-# each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
+# What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side, of the CSI wrapper and, with
+# KATA_DIR, of pods on a real node; then each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
 # waits for is mostly processes, namespaces and deadlines, not our code.
 test-long: FUZZ_SECONDS = 600
 test-long: setup image
-	tests/csi/build
+	tests/csi/build $(if $(KATA_DIR),sidecars)
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) --test cluster --test csi
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) --test cluster --test csi --test kubernetes
 	FUZZ_WITH="$(WITH)" fuzz/run $(FUZZ_SECONDS)
 	scripts/documented-commands --at-most 20
 

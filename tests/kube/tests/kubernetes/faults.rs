@@ -2,33 +2,40 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use k8s_openapi::jiff::Timestamp;
 use nix::mount::{MsFlags, mount};
 use peerpod_world::World;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::cases::network::nft;
+use crate::cases::network::{Forward, nft};
 use crate::cases::{Case, SLEEP};
 use crate::images_common::PORT;
 use crate::node::Node;
 
-/// Pods that run during each fault.
+/// Pods that run during each fault. The users of the first three read numbers: by an exec, by the log, and by a forwarded
+/// port. The fourth pod writes numbers to a volume.
 const PODS: [&str; 5] = ["exec", "logs", "web", "writer", "idle"];
+/// Prints numbers.
+const COUNTS: &str = "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done";
 
 /// What must be true after a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     /// An open exec goes on without a missing line, and no container is restarted.
     Unnoticed,
+    /// An open exec goes on. An answer that was on its way may be missing (docs/life-of-a-pod.md). No container is
+    /// restarted.
+    AnswersLost,
     /// Open execs may end. No container is restarted.
     StreamsEnd,
     /// Containers of pods end, and kubelet starts them again.
@@ -39,7 +46,7 @@ type Fault = fn(&mut Node) -> anyhow::Result<()>;
 
 const FAULTS: [(&str, Outcome, Fault); 15] = [
     ("node", Outcome::Unnoticed, |node| node.restart_daemon("node")),
-    ("the guest program of each VM", Outcome::Unnoticed, |_| kill("peerpod-guest serve", None)),
+    ("the guest program of each VM", Outcome::AnswersLost, |_| kill("peerpod-guest serve", None)),
     ("kubelet", Outcome::StreamsEnd, |node| node.restart("kubelet")),
     ("containerd", Outcome::StreamsEnd, |node| node.restart("containerd")),
     ("API server", Outcome::StreamsEnd, |node| node.restart_api_server()),
@@ -70,9 +77,28 @@ pub(crate) fn mount_state(world: &World) -> anyhow::Result<()> {
 /// Runs all faults, and prints a line for each. Returns the numbers of those that passed and of those that failed.
 pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
     let case = Case::new(node, "faults")?;
-    for name in PODS {
-        case.script(name, "Always", "trap exit TERM; n=0; while :; do n=$((n+1)); echo $n; sleep 0.2; done")?;
+    for name in ["exec", "idle"] {
+        case.script(name, "Always", SLEEP)?;
     }
+    case.script("logs", "Always", &format!("trap exit TERM; {COUNTS}"))?;
+    // Each connection has numbers of its own.
+    let serves = format!("trap exit TERM; nc -ll -p 8080 -e sh -c '{COUNTS}' & wait");
+    let command = json!(["sh", "-c", serves]);
+    case.pod(
+        "web",
+        &format!(
+            "containers: [{{name: c, image: IMAGE, command: {command},
+               readinessProbe: {{tcpSocket: {{port: 8080}}, periodSeconds: 1}}}}]"
+        ),
+    )?;
+    let writes = "trap exit TERM; touch /v/n; n=$(wc -l </v/n); while :; do n=$((n+1)); echo $n >>/v/n; sleep 0.2; done";
+    case.pod(
+        "writer",
+        &format!(
+            "volumes: [{{name: v, emptyDir: {{}}}}], containers: [{{name: c, image: IMAGE,
+               command: [sh, -c, '{writes}'], volumeMounts: [{{name: v, mountPath: /v}}]}}]"
+        ),
+    )?;
     let (mut passed, mut failed) = (0, 0);
     for (name, outcome, fault) in FAULTS {
         let began = Instant::now();
@@ -177,7 +203,11 @@ fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String
         case.ready(name)?;
     }
     let before = restarts(&case)?;
-    let stream = Stream::open(&case, PODS[0])?;
+    let streams = [
+        Stream::of_kubectl(&case, "exec", &["exec", "exec", "--", "sh", "-c", COUNTS])?,
+        Stream::of_kubectl(&case, "log", &["logs", "-f", "--tail=1", "logs"])?,
+        Stream::of_port(&case)?,
+    ];
     fault(node)?;
     let began = Instant::now();
     let case = Case::of(node, "faults");
@@ -192,11 +222,27 @@ fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String
         Ok(PODS.iter().all(is_ready).then_some(()))
     })?;
     let took = began.elapsed().as_secs_f64();
-    if outcome == Outcome::Unnoticed {
-        let seen = stream.count();
-        case.until("more lines of the exec", || Ok((stream.count() > seen + 5).then_some(())))?;
+    if matches!(outcome, Outcome::Unnoticed | Outcome::AnswersLost) {
+        // A forwarded port may end with the program that carries it.
+        for stream in &streams[..2] {
+            let seen = stream.count();
+            ensure!(!stream.reader.is_finished(), "the {} has ended", stream.name);
+            case.until(&format!("more lines of the {}", stream.name), || {
+                Ok((stream.count() > seen + 5).then_some(()))
+            })?;
+        }
     }
-    let lines = stream.close()?;
+    let (mut seen, mut missing) = (String::new(), 0);
+    for stream in streams {
+        let (text, count) = stream.close()?;
+        seen += &text;
+        missing += count;
+    }
+    ensure!(missing == 0 || outcome == Outcome::AnswersLost, "{seen}{missing} lines are missing");
+    let wrong = case.exec("writer", &["awk", "$1 != NR", "/v/n"])?;
+    ensure!(wrong.is_empty(), "lines of the volume that are out of order: {wrong}");
+    let written = case.exec("writer", &["sh", "-c", "wc -l </v/n"])?;
+    let seen = format!("{seen}volume {} lines; {missing} missing", written.trim());
     let after = restarts(&case)?;
     if outcome != Outcome::Restarted {
         ensure!(after == before, "restarts {before:?} -> {after:?}");
@@ -204,40 +250,71 @@ fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String
     case.until("as many VMs as pods", || Ok((case.vms()? == PODS.len()).then_some(())))?;
     let ended = after.iter().filter(|(name, count)| before.get(*name) != Some(count)).count();
     Ok(match outcome {
-        Outcome::Unnoticed => format!("nothing seen; {lines} lines of an exec, none missing"),
-        Outcome::StreamsEnd => format!("execs may end; no container restarted; exec again after {took:.1} s"),
+        Outcome::Unnoticed | Outcome::AnswersLost => format!("{seen}; nothing restarted"),
+        Outcome::StreamsEnd => format!("{seen}; nothing restarted, exec again after {took:.1} s"),
         Outcome::Restarted => {
-            format!("{ended} of {} containers restarted, all ready after {took:.1} s", PODS.len())
+            format!("{seen}; {ended} of {} containers restarted, all ready after {took:.1} s", PODS.len())
         }
     })
 }
 
-/// An exec that prints numbers.
+/// Numbers that a user reads, each in a line and one more than the last.
 struct Stream {
-    child: Child,
+    name: &'static str,
+    source: Source,
     count: Arc<AtomicU32>,
-    wrong: Arc<Mutex<Option<String>>>,
+    /// Returns the number of missing lines.
+    reader: JoinHandle<anyhow::Result<u32>>,
+}
+
+/// The program that carries a stream.
+enum Source {
+    Kubectl(Child),
+    Forward(Forward),
 }
 
 impl Stream {
-    fn open(case: &Case<'_>, pod: &str) -> anyhow::Result<Stream> {
-        let script = "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done";
-        let words = ["-n", case.namespace, "exec", pod, "--", "sh", "-c", script];
-        let mut command = case.node.kubectl_command(&words)?;
+    fn of_kubectl(case: &Case<'_>, name: &'static str, words: &[&str]) -> anyhow::Result<Stream> {
+        let mut command = case.node.kubectl_command(&[&["-n", case.namespace], words].concat())?;
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
-        let lines = BufReader::new(child.stdout.take().context("stdout")?).lines();
-        let (count, wrong) = (Arc::new(AtomicU32::new(0)), Arc::new(Mutex::new(None)));
-        let (counted, report) = (count.clone(), wrong.clone());
-        thread::spawn(move || {
-            for line in lines.map_while(Result::ok) {
-                let expected = counted.fetch_add(1, Relaxed) + 1;
-                if line != expected.to_string() {
-                    report.lock().unwrap().get_or_insert(format!("line {expected} is {line:?}"));
+        let lines = child.stdout.take().context("stdout")?;
+        Stream::open(case, name, Source::Kubectl(child), lines)
+    }
+
+    fn of_port(case: &Case<'_>) -> anyhow::Result<Stream> {
+        let forward = Forward::start(case)?;
+        let lines = TcpStream::connect(("127.0.0.1", forward.port))?;
+        Stream::open(case, "port", Source::Forward(forward), lines)
+    }
+
+    /// Waits for the first line.
+    fn open(
+        case: &Case<'_>,
+        name: &'static str,
+        source: Source,
+        lines: impl Read + Send + 'static,
+    ) -> anyhow::Result<Stream> {
+        let count = Arc::new(AtomicU32::new(0));
+        let counted = count.clone();
+        let reader = thread::spawn(move || {
+            let (mut lines, mut line) = (BufReader::new(lines), String::new());
+            let (mut last, mut missing) = (None, 0);
+            // A last line may be cut.
+            while lines.read_line(&mut line).is_ok() && line.ends_with('\n') {
+                let number: u32 =
+                    line.trim_end().parse().with_context(|| format!("{line:?} after {last:?}"))?;
+                if let Some(last) = last {
+                    ensure!(number > last, "{number} after {last}");
+                    missing += number - last - 1;
                 }
+                last = Some(number);
+                counted.fetch_add(1, Relaxed);
+                line.clear();
             }
+            Ok(missing)
         });
-        let stream = Stream { child, count, wrong };
-        case.until("the exec's first line", || Ok((stream.count() > 0).then_some(())))?;
+        let stream = Stream { name, source, count, reader };
+        case.until(&format!("the first line of the {name}"), || Ok((stream.count() > 0).then_some(())))?;
         Ok(stream)
     }
 
@@ -245,11 +322,18 @@ impl Stream {
         self.count.load(Relaxed)
     }
 
-    fn close(mut self) -> anyhow::Result<u32> {
-        self.child.kill()?;
-        self.child.wait()?;
-        let wrong = self.wrong.lock().unwrap().take();
-        ensure!(wrong.is_none(), "{wrong:?}");
-        Ok(self.count())
+    /// Ends the stream. Returns its description and the number of missing lines.
+    fn close(self) -> anyhow::Result<(String, u32)> {
+        let (name, lines) = (self.name, self.count());
+        let state = if self.reader.is_finished() { "until the fault" } else { "on and on" };
+        let mut child = match self.source {
+            Source::Kubectl(child) => child,
+            Source::Forward(forward) => forward.child,
+        };
+        child.kill()?;
+        child.wait()?;
+        let read = self.reader.join().map_err(|_| anyhow::anyhow!("panic"))?;
+        let missing = read.with_context(|| format!("the {name}"))?;
+        Ok((format!("{name} {lines} lines {state}, "), missing))
     }
 }

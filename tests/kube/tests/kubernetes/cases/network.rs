@@ -94,15 +94,15 @@ pub(crate) fn readiness(case: &Case<'_>) -> anyhow::Result<()> {
 }
 
 /// kubectl that forwards a port of its own to port 8080 of the pod `web`.
-struct Forward {
-    child: Child,
-    port: u16,
+pub(crate) struct Forward {
+    pub(crate) child: Child,
+    pub(crate) port: u16,
     /// It stays open, because kubectl ends when it cannot write a line for each connection.
     _lines: BufReader<ChildStdout>,
 }
 
 impl Forward {
-    fn start(case: &Case<'_>) -> anyhow::Result<Forward> {
+    pub(crate) fn start(case: &Case<'_>) -> anyhow::Result<Forward> {
         let mut command =
             case.node.kubectl_command(&["-n", case.namespace, "port-forward", "pod/web", ":8080"])?;
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
