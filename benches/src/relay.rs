@@ -3,9 +3,10 @@
 //! `on_one_processor`).
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use peerpod_relay::agent::filter::Shared;
 
 use crate::chain::{Kind, Pair, make_certificates, role};
 use crate::load::{Call, Client, median};
@@ -80,6 +81,13 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         "ReadStdout 1 MiB, p50",
     );
     report.figure("splice_1m_tls_vs_direct", ratio(&m1, SPLICE_TLS, DIRECT), Goal::None, "");
+    let cost = telemetry() / small[RELAY_TLS];
+    report.figure(
+        "telemetry_cost_small_call",
+        cost,
+        Goal::AtMost(0.03),
+        "counters of one Check / its p50 by the relay",
+    );
     report.figure("direct_small_us", small[DIRECT] * 1e6, Goal::None, "the 1x of this run");
 
     let (mut direct, mut relay) = (Vec::new(), Vec::new());
@@ -104,6 +112,24 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         "CPU s per 100k Checks, both ends, TLS",
     );
     Ok(())
+}
+
+/// Returns the seconds that the relay spends on the counters of one small call: the bytes of its request and its answer,
+/// and, by the same operations, their frames.
+fn telemetry() -> f64 {
+    const CALLS: u32 = 1_000_000;
+    let counters = Shared::default();
+    let rounds = (0..ROUNDS).map(|_| {
+        let began = Instant::now();
+        for _ in 0..CALLS {
+            for bytes in [std::hint::black_box(64), 1] {
+                counters.sent(bytes);
+                counters.received(bytes);
+            }
+        }
+        began.elapsed().as_secs_f64() / f64::from(CALLS)
+    });
+    rounds.fold(f64::MAX, f64::min)
 }
 
 /// Measures the same small call with an agent that is a ttrpc server with Kata's whole API, like the real one.

@@ -87,12 +87,14 @@ impl Shared {
         Shared { sandbox, totals, ..Shared::default() }
     }
 
-    fn sent(&self, bytes: usize) {
+    /// Counts bytes to the guest.
+    pub fn sent(&self, bytes: usize) {
         self.bytes_to_guest.fetch_add(bytes as u64, Relaxed);
         self.totals.bytes_to_guest.inc_by(bytes as u64);
     }
 
-    fn received(&self, bytes: usize) {
+    /// Counts bytes from the guest.
+    pub fn received(&self, bytes: usize) {
         self.bytes_from_guest.fetch_add(bytes as u64, Relaxed);
         self.totals.bytes_from_guest.inc_by(bytes as u64);
     }
