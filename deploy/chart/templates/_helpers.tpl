@@ -48,7 +48,10 @@ app.kubernetes.io/component: {{ .component }}
 {{- $controller = dict "rollout-config-map" (printf "%s-rollout" $v.name) "rollout-webhook" $hook -}}
 {{- end -}}
 {{- $node := dict "netns-dir" $v.paths.netns -}}
-{{- $ours := dict "paths" $paths "node" $node "webhook" $webhook "controller" $controller "secrets" $secrets -}}
+{{- if $v.metrics.enabled -}}
+{{- $_ := set $node "metrics-listen" "[::]:15157" -}}
+{{- end -}}
+{{- $ours := dict "paths" $paths "node" $node "webhook" $webhook "controller" $controller "secrets" $secrets "log" (dict "format" "json") -}}
 {{- toYaml (mergeOverwrite $ours (deepCopy $v.config)) -}}
 {{- end }}
 

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -20,6 +20,7 @@ use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
 use peerpod_common::limit::ConnectionLimit;
+use peerpod_pki::not_after;
 use rustls::crypto::CryptoProvider;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ClientHello, ResolvesServerCert};
@@ -75,6 +76,11 @@ pub(crate) struct InUse(Arc<RwLock<Option<Arc<CertifiedKey>>>>);
 impl InUse {
     pub(crate) fn set(&self, pair: CertifiedKey) {
         *self.0.write() = Some(Arc::new(pair));
+    }
+
+    /// Returns the end of the certificate; `None`: there is none.
+    pub(crate) fn not_after(&self) -> Option<SystemTime> {
+        not_after(self.get()?.cert.first()?)
     }
 
     pub(crate) fn get(&self) -> Option<Arc<CertifiedKey>> {

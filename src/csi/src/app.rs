@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
-use prometheus_client::registry::Registry;
+use peerpod_base::metrics::program;
 use tracing::{info, warn};
 
 use crate::config::CsiConfig;
@@ -34,7 +34,7 @@ pub enum Role {
 /// A port or socket cannot be bound, or the role cannot be started.
 pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow::Result<()> {
     config.check_cluster()?;
-    let mut registry = Registry::default();
+    let mut registry = program("peerpod-csi", env!("CARGO_PKG_VERSION"));
     let metrics = CsiMetrics::register(&mut registry);
     let ready = Ready::default();
     let starting = ready.block("start");

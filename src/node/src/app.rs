@@ -13,6 +13,7 @@ use futures_util::stream::{self, BoxStream};
 use nix::fcntl::{Flock, FlockArg};
 use peerpod_base::admin::{self, BlockReady, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
+use peerpod_base::metrics::{expiries, program};
 use peerpod_common::files;
 use peerpod_common::unix_socket::{self, Bound};
 use peerpod_proto::relay::ConfigureRequest;
@@ -39,6 +40,7 @@ use crate::rpc::{self, Service};
 use crate::sandbox::ports::Ports;
 use crate::sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
 use crate::secrets::PullSecrets;
+use crate::traces::Tracer;
 use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
 use crate::volumes::{PodStorage, Pods, Volumes};
@@ -109,7 +111,7 @@ pub async fn build(
     provider: peerpod_providers::Settings,
     shutdown: &Shutdown,
 ) -> Result<BoundNode> {
-    let mut registry = Registry::default();
+    let mut registry = program("peerpod-node", env!("CARGO_PKG_VERSION"));
     let metrics = Metrics::new(&mut registry);
     let ready = Ready::default();
     let starting = ready.block("start");
@@ -124,8 +126,13 @@ pub async fn build(
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;
     let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
+    let trust = parts.trust.clone();
+    // The relay's certificate ends with the oldest CA, which signs it.
+    expiries(&mut registry, move || vec![("node-ca", trust.read().not_after())]);
     parts.start(&mut tasks, &ready).await;
-    let sandboxes = Sandboxes::new(parts.ports.clone(), parts.sandbox_settings(&config), metrics.clone());
+    let tracer = open_tracer(&config, &metrics, &mut tasks);
+    let settings = Settings { tracer, ..parts.sandbox_settings(&config) };
+    let sandboxes = Sandboxes::new(parts.ports.clone(), settings, metrics.clone());
     let (records, quarantined, unread) = (kept.records.len(), kept.quarantined, kept.unread.clone());
     let orphans = || Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
     let (orphans, listed) = (orphans(), orphans());
@@ -143,6 +150,9 @@ pub async fn build(
 
     let registry = Arc::new(registry);
     let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
+    if let (Some(cluster), Some(listen)) = (&cluster, config.metrics_listen) {
+        cluster.serve_metrics(&mut tasks, registry.clone(), (listen, config.relay_admin)).await?;
+    }
     let about = AboutNode::new(&config, parts.provider.name(), &installation);
     let questions = Questions::new(about, sandboxes.clone(), parts.relay.clone(), ready.clone(), listed);
     let third = questions.serve(&config.run_dir, registry)?;
@@ -177,6 +187,15 @@ pub async fn build(
         ready,
         tasks,
     })
+}
+
+/// Starts the export of traces, if a receiver is set.
+fn open_tracer(config: &NodeConfig, metrics: &Metrics, tasks: &mut Tasks) -> Tracer {
+    let Some(endpoint) = config.otlp_endpoint.clone() else { return Tracer::default() };
+    let node = config.sandbox.node_name.clone();
+    let (tracer, exporter) = Tracer::open(endpoint, node, metrics.traces.clone());
+    spawn(tasks, "export of traces", exporter.run());
+    tracer
 }
 
 /// Opens the client of the cluster, if the node is in one, and starts its tasks.
@@ -255,7 +274,7 @@ impl Parts {
         let ports = Ports {
             clock: Arc::new(clock),
             store: Arc::new(ledger),
-            cloud: Arc::new(ProviderCloud(provider.clone())),
+            cloud: Arc::new(ProviderCloud::new(provider.clone())),
             storage: Arc::new(PodStorage { volumes, provider: provider.clone() }),
             network: Arc::new(NodeNetwork {
                 tunnel: tunnel.clone(),

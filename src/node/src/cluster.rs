@@ -13,13 +13,16 @@ mod events;
 mod health;
 mod heartbeat;
 mod queue;
+mod scrape;
 mod writer;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use peerpod_base::admin::Ready;
 use peerpod_kube::client;
+use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tracing::{info, warn};
@@ -36,6 +39,7 @@ use capacity::Capacity;
 use events::Events;
 use health::Offer;
 use pods::Reflector;
+use scrape::Scrape;
 use writer::Writer;
 
 /// Longest time that a VM waits for its record: the pod's lookup and the write together.
@@ -113,6 +117,19 @@ impl Cluster {
         }
         spawn(tasks, "capacity", async move { capacity.run().await });
         spawn(tasks, "heartbeat", async move { heartbeat::run(calls, &config).await });
+    }
+
+    /// Binds the port for scrapers, and serves the metrics of node and relay to permitted callers from now on.
+    pub(crate) async fn serve_metrics(
+        &self,
+        tasks: &mut Tasks,
+        registry: Arc<Registry>,
+        (address, relay): (SocketAddr, SocketAddr),
+    ) -> anyhow::Result<()> {
+        let parts = (registry, self.calls.clone(), self.config.node_name.as_str());
+        let scrape = Scrape::bind(address, relay, parts).await?;
+        spawn(tasks, "metrics port", scrape.run());
+        Ok(())
     }
 
     /// Removes the capacity at exit, if it still belongs to this daemon.

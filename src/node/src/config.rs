@@ -50,10 +50,14 @@ pub struct NodeConfig {
     pub(crate) state_dir: PathBuf,
     pub(crate) relay_listen: SocketAddr,
     pub(crate) admin_listen: SocketAddr,
-    /// `relay.admin-listen`, which the admin socket names.
+    /// `relay.admin-listen`, which the admin socket names and whose metrics `metrics_listen` serves, too.
     pub(crate) relay_admin: SocketAddr,
+    /// `node.metrics-listen`; `None`: scrapers use the admin ports.
+    pub(crate) metrics_listen: Option<SocketAddr>,
     /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
     pub(crate) relay_addresses: Vec<GuestAddress>,
+    /// `node.otlp-endpoint`: host and port that get the traces of starts.
+    pub(crate) otlp_endpoint: Option<String>,
     pub(crate) ca_follow_timeout: Duration,
     pub(crate) orphan_grace: Duration,
     pub(crate) ca_roll_over: Duration,
@@ -90,6 +94,22 @@ impl GuestAddress {
         let whole = text.parse().map(GuestAddress::Whole);
         whole.or_else(|_| text.trim_matches(['[', ']']).parse().map(GuestAddress::Host)).ok()
     }
+}
+
+/// Reads the address for scrapers.
+fn metrics_listen(reader: &mut Reader, is_in_cluster: bool) -> Option<SocketAddr> {
+    let listen: Option<SocketAddr> = reader.optional(
+        "node.metrics-listen",
+        "address and port of /metrics (of the node) and /relay/metrics over TLS, for callers whose token may get the \
+         URL /metrics by the API server's answer; when not set, no such port is opened",
+    );
+    if listen.is_some() && !is_in_cluster {
+        reader.mistake(
+            "node.metrics-listen",
+            "needs a cluster, which answers for the callers; set cluster.node-name",
+        );
+    }
+    listen
 }
 
 fn batch(reader: &mut Reader) -> bool {
@@ -135,7 +155,13 @@ impl NodeConfig {
                 "127.0.0.1:15153",
                 "address and port of /metrics, /healthz and /readyz",
             ),
+            metrics_listen: metrics_listen(reader, cluster.is_some()),
             relay_addresses: relay_addresses(reader),
+            otlp_endpoint: reader.optional(
+                "node.otlp-endpoint",
+                "host:port of an OTLP receiver over plain HTTP (usually port 4318), which gets one trace for each start of a \
+                 pod; when not set, no trace is made",
+            ),
             ca_follow_timeout: reader.constant(
                 "node.ca-follow-timeout",
                 "CA_FOLLOW_TIMEOUT",

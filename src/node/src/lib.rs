@@ -20,6 +20,7 @@ mod sandbox;
 mod secrets;
 mod spec;
 mod sweep;
+mod traces;
 mod trust;
 pub mod tunnel;
 mod volumes;

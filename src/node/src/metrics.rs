@@ -1,10 +1,11 @@
 //! Defines the node's metrics. Names begin with `peerpod_node_` once registered under that prefix.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use peerpod_base::metrics::register;
+use peerpod_base::metrics::{Labelled, register};
+use peerpod_provider_api::Chosen;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -12,6 +13,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 
 use crate::sandbox::phase::Phase;
+
+/// Limit of VMs' types, zones and markets with series of their own.
+const MAX_OFFERINGS: usize = 64;
 
 /// Limit of the names of guests' stages, above the number of any valid guest.
 const MAX_GUEST_STAGES: usize = 32;
@@ -44,6 +48,8 @@ pub(crate) struct Metrics {
     pub guests: GuestMetrics,
     pub cluster: ClusterMetrics,
     pub relay_epochs: Counter,
+    /// By result: sent, failed.
+    pub traces: Labelled,
     /// Anything but 0 is a bug.
     pub panics: Counter,
 }
@@ -54,6 +60,10 @@ pub(crate) struct SandboxMetrics {
     stages: Histograms,
     pub stops: Counters,
     pub failures: Counters,
+    pub start_failures: Counters,
+    vms: Family<[(&'static str, String); 3], Gauge>,
+    /// Choices that have series of their own. A choice keeps its series, so that each VM leaves the series that it entered.
+    offerings: Arc<Mutex<HashSet<Chosen>>>,
     pub recoveries: Counters,
     pub notices: Counters,
     pub batches: Histogram,
@@ -73,6 +83,8 @@ pub(crate) struct GuestMetrics {
     pub left_behind: Counter,
     pub network_changes: Counter,
     pub obstacles: Counter,
+    /// By result: done, failed.
+    pub image_pulls: Labelled,
 }
 
 #[derive(Clone, Debug)]
@@ -117,6 +129,7 @@ impl Metrics {
             guests: GuestMetrics::new(node),
             cluster: ClusterMetrics::new(node),
             relay_epochs: register(node, "relay_epochs", "Relay processes that the node connected to"),
+            traces: register(node, "traces", "Traces of pods' starts, by result: sent, failed"),
             panics: register(node, "panics", "Tasks that panicked"),
         }
     }
@@ -130,6 +143,15 @@ impl SandboxMetrics {
             stages: add(node, "stage_seconds", "Time from CreateVM (or the stop) to each stage", timings()),
             stops: by(node, "reason", "stops", "Sandboxes stopped, by reason"),
             failures: by(node, "stage", "failures", "Sandboxes that could not be started, by failed stage"),
+            start_failures: by(
+                node,
+                "cause",
+                "start_failures",
+                "Sandboxes that could not be started, by cause: the class of the provider's error, late (a time limit), \
+                 network, guest, ended (the VM), lost_request",
+            ),
+            offerings: Arc::default(),
+            vms: register(node, "vms", "VMs by type, zone and market, as far as the provider reports them"),
             recoveries: by(node, "phase", "recoveries", "Sandboxes picked up from the ledger, by phase"),
             notices: by(
                 node,
@@ -157,6 +179,30 @@ impl SandboxMetrics {
         if let Some(to) = to {
             self.phases.get_or_create(&label(to)).inc();
         }
+    }
+
+    /// Counts a sandbox's VM by the choices for it; `None`: it has no VM.
+    pub(crate) fn vm(&self, from: Option<Chosen>, to: Option<Chosen>) {
+        if let Some(from) = from {
+            self.vms.get_or_create(&self.offering(from)).dec();
+        }
+        if let Some(to) = to {
+            self.vms.get_or_create(&self.offering(to)).inc();
+        }
+    }
+
+    fn offering(&self, chosen: Chosen) -> [(&'static str, String); 3] {
+        let chosen = Chosen { image: None, ..chosen };
+        let mut known = self.offerings.lock();
+        if !known.contains(&chosen) && (known.len() >= MAX_OFFERINGS || !known.insert(chosen.clone())) {
+            return ["type", "zone", "market"].map(|label| (label, "other".to_owned()));
+        }
+        let market = chosen.market.map(|market| market.word().to_owned());
+        [
+            ("type", chosen.instance_type.unwrap_or_default()),
+            ("zone", chosen.zone.unwrap_or_default()),
+            ("market", market.unwrap_or_default()),
+        ]
     }
 
     /// Records that a stage was reached, `ms` after its starting point.
@@ -188,6 +234,7 @@ impl GuestMetrics {
                 "guests_left_behind",
                 "Guests that had not followed when a step of the CA's rotation went on",
             ),
+            image_pulls: register(node, "image_pulls", "Images that guests pulled, by result: done, failed"),
             network_changes: register(
                 node,
                 "network_changes",
@@ -243,10 +290,14 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let Metrics { sandboxes, guests, cluster, .. } = Metrics::new(&mut registry);
+        let Metrics { sandboxes, guests, cluster, traces, .. } = Metrics::new(&mut registry);
         sandboxes.stage("x", 0);
         sandboxes.stops.count("x");
+        traces.get_or_create(&[("result", "sent")]);
         sandboxes.failures.count("x");
+        sandboxes.start_failures.count("x");
+        sandboxes.vm(None, Some(Chosen::default()));
+        guests.image_pulls.get_or_create(&[("result", "done")]);
         sandboxes.notices.count("x");
         sandboxes.recoveries.count("x");
         guests.stage("x", 0);
@@ -255,5 +306,22 @@ mod tests {
         cluster.call("x", "x");
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "peerpod-node", &text).unwrap();
+    }
+
+    #[test]
+    fn vms_are_counted_in_a_bounded_number_of_series() {
+        let metrics = Metrics::default().sandboxes;
+        let chosen = |number: usize| {
+            let instance_type = Some(format!("type-{number}"));
+            Some(Chosen { instance_type, image: Some("an image".to_owned()), ..Chosen::default() })
+        };
+        let count = |kind: &str, zone: &str| {
+            let labels = [("type", kind), ("zone", zone), ("market", zone)];
+            metrics.vms.get_or_create(&labels.map(|(label, value)| (label, value.to_owned()))).get()
+        };
+        (0..100).for_each(|number| metrics.vm(None, chosen(number)));
+        assert_eq!((count("type-3", ""), count("type-63", ""), count("other", "other")), (1, 1, 36));
+        (0..100).for_each(|number| metrics.vm(chosen(number), None));
+        assert_eq!((count("type-3", ""), count("other", "other")), (0, 0));
     }
 }

@@ -1,7 +1,7 @@
 //! Production implementation of the sandboxes' [ports](crate::sandbox::ports::Ports): disk, provider, tunnel, trust and
 //! cluster. It translates calls; it makes no decisions. The client of the relay implements its port itself.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU32;
 use std::path::Path;
@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
+use parking_lot::Mutex;
 use peerpod_common::blocking::blocking;
 use peerpod_link::user_data::{UserData, UserDataNode, UserDataTicket, VERSION};
 use peerpod_podnet::inspect::unlisted;
@@ -18,7 +19,8 @@ use peerpod_podnet::{Error as NetError, carrier, localhost, underlay};
 use peerpod_proto::guest::{Images, NetworkPlan};
 use peerpod_proto::relay::TunnelPeer;
 use peerpod_provider_api::{
-    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
+    Chosen, CreateRequest, Created, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider,
+    ProviderEvent,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::value::to_raw_value;
@@ -55,8 +57,30 @@ mod surroundings;
 #[cfg(test)]
 mod tests;
 
+/// Choices for VMs that are kept until their sandboxes take them.
+const MOST_CHOSEN: usize = 4096;
+
 /// The provider, decorated.
-pub(crate) struct ProviderCloud(pub Arc<dyn Provider>);
+pub(crate) struct ProviderCloud {
+    provider: Arc<dyn Provider>,
+    /// Choices that no sandbox has taken yet. A crash loses them: they are for people and metrics only.
+    chosen: Mutex<HashMap<InstanceId, Chosen>>,
+}
+
+impl ProviderCloud {
+    pub(crate) fn new(provider: Arc<dyn Provider>) -> ProviderCloud {
+        ProviderCloud { provider, chosen: Mutex::default() }
+    }
+
+    fn keep(&self, created: Created) -> InstanceId {
+        let mut chosen = self.chosen.lock();
+        if chosen.len() >= MOST_CHOSEN {
+            chosen.clear();
+        }
+        chosen.insert(created.id.clone(), created.chosen);
+        created.id
+    }
+}
 
 /// The pods' network on this node.
 pub(crate) struct NodeNetwork {
@@ -274,11 +298,15 @@ impl Store for Ledger {
 #[async_trait]
 impl Cloud for ProviderCloud {
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
-        self.0.place(request).await
+        self.provider.place(request).await
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
-        self.0.create(request, key).await.map(|created| created.id)
+        self.provider.create(request, key).await.map(|created| self.keep(created))
+    }
+
+    fn chosen(&self, vm: &InstanceId) -> Option<Chosen> {
+        self.chosen.lock().remove(vm)
     }
 
     async fn create_many(
@@ -287,39 +315,39 @@ impl Cloud for ProviderCloud {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError> {
-        let Some(batch) = self.0.extensions().batch else {
+        let Some(batch) = self.provider.extensions().batch else {
             // The provider supported batches when this one was recorded.
-            let text = format!("provider {} no longer supports batches", self.0.name());
+            let text = format!("provider {} no longer supports batches", self.provider.name());
             return Err(CloudError::unsupported("batch", text));
         };
         let many = batch.create_many(request, count, key).await?;
-        Ok(Made { vms: many.made.into_iter().map(|made| made.id).collect(), rest: many.rest })
+        Ok(Made { vms: many.made.into_iter().map(|made| self.keep(made)).collect(), rest: many.rest })
     }
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
-        self.0.list_owned().await
+        self.provider.list_owned().await
     }
 
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
-        self.0.events().unwrap_or_else(|| stream::pending().boxed())
+        self.provider.events().unwrap_or_else(|| stream::pending().boxed())
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
-        self.0.addresses(vm).await
+        self.provider.addresses(vm).await
     }
 
     async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
-        self.0.delete(vm).await
+        self.provider.delete(vm).await
     }
 
     async fn console(&self, vm: &InstanceId) -> Option<String> {
         // A kernel that panics writes its stack after the reason.
-        let tail = self.0.extensions().console?.tail(vm, 16 << 10).await.ok()?;
+        let tail = self.provider.extensions().console?.tail(vm, 16 << 10).await.ok()?;
         Some(String::from_utf8_lossy(&tail).into_owned())
     }
 
     async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
-        match self.0.extensions().volumes {
+        match self.provider.extensions().volumes {
             Some(volumes) => volumes.grown(vm, disk, bytes).await,
             None => Ok(()),
         }
@@ -528,7 +556,7 @@ impl Kubernetes for NodeCluster {
         let given = service.of(pod).await?;
         if !given.notes.is_empty() {
             let text = format!("some of the pod's pull secrets cannot be used: {}", given.notes.join("; "));
-            self.tell(pod, PodEvent { reason: "PullSecretUnusable", text });
+            self.tell(pod, PodEvent::warning("PullSecretUnusable", text));
         }
         Ok(given.config)
     }

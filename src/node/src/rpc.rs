@@ -31,7 +31,8 @@ use crate::ledger::Inbox;
 use crate::metrics::Metrics;
 use crate::one_line;
 use crate::sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Stop};
-use crate::spec::{self, SandboxId};
+use crate::spec::{self, SandboxId, Wanted};
+use crate::traces::traceparent;
 
 /// Size limit of a CSR, larger than every valid one; a hostile guest's data beyond it is not parsed.
 const MAX_CSR: usize = 8 << 10;
@@ -94,10 +95,17 @@ fn patience(context: &TtrpcContext) -> Option<Duration> {
 
 #[async_trait]
 impl Hypervisor for Service {
-    async fn create_vm(&self, _: &TtrpcContext, request: CreateVMRequest) -> ttrpc::Result<CreateVMResponse> {
+    async fn create_vm(
+        &self,
+        call: &TtrpcContext,
+        request: CreateVMRequest,
+    ) -> ttrpc::Result<CreateVMResponse> {
         let _busy = self.drain.busy("CreateVM");
         let id = sandbox_id(&request.id)?;
-        let wanted = spec::parse(&request.annotations).map_err(|error| error.to_string());
+        let parent = call.metadata.get("traceparent").and_then(|values| traceparent(values.first()?));
+        let wanted = spec::parse(&request.annotations)
+            .map(|wanted| Wanted { traceparent: parent, ..wanted })
+            .map_err(|error| error.to_string());
         let pod = wanted.as_ref().map_or_else(|_| "-".to_owned(), |wanted| wanted.pod.to_string());
         let create = CreateVm { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
         let created = self.sandboxes.create(create).await.inspect_err(|error| {

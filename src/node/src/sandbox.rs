@@ -20,6 +20,7 @@ pub(crate) use vm::liveness::VmLiveness;
 pub(crate) use vm::reaper::Reaper;
 
 use crate::spec::SandboxId;
+use crate::traces::Tracer;
 
 /// Settings shared by all sandboxes of this node.
 #[derive(Clone, Debug)]
@@ -64,6 +65,8 @@ pub struct Settings {
     pub dial: Option<u16>,
     /// Maximum number of VMs in one create call; below 2, each VM has its own call.
     pub max_batch: u32,
+    /// Exports the traces of starts.
+    pub tracer: Tracer,
 }
 
 /// Size of `sun_path` in bytes, including the closing NUL.

@@ -69,6 +69,8 @@ pub(crate) struct Wanted {
     /// Initdata, as the shim sent it.
     pub initdata: Option<String>,
     pub vm_options: VmOptions,
+    /// W3C `traceparent` of the call, if its caller records a trace.
+    pub traceparent: Option<String>,
 }
 
 /// Reason that the annotations do not describe a VM.
@@ -120,6 +122,7 @@ pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Err
         image: text(IMAGE),
         initdata: initdata.cloned(),
         vm_options: VmOptions::read(annotations)?,
+        traceparent: None,
     };
     if let Some(text) = initdata {
         if text.len() > MAX_INITDATA {

@@ -144,6 +144,12 @@ impl Trust {
         self.all().map(|ca| ca.certificate.clone()).collect()
     }
 
+    /// Returns the end of the oldest CA in use. The relay's certificate, which it signs, ends at the same time.
+    pub(crate) fn not_after(&self) -> SystemTime {
+        let Authorities { previous, current, .. } = &self.authorities;
+        previous.as_ref().unwrap_or(current).not_after
+    }
+
     /// Makes the relay's new key and certificate. The oldest CA signs it, because every guest pins that one.
     pub(crate) fn relay_identity(&self) -> Result<Identity, Error> {
         let authorities = &self.authorities;

@@ -17,6 +17,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::Shutdown;
+use peerpod_base::metrics::program;
 use peerpod_common::accept::Acceptor;
 use peerpod_common::blocking::blocking;
 use peerpod_common::caller_limits::{CallerLimits, ONE_LINE_A_MINUTE};
@@ -207,7 +208,7 @@ struct Core {
 
 impl Core {
     fn new(states: States, store: Store, inbox: Inbox) -> Core {
-        let mut registry = Registry::default();
+        let mut registry = program("peerpod-relay", env!("CARGO_PKG_VERSION"));
         let metrics = Arc::new(Metrics::new(&mut registry));
         let wireguard = Arc::new(WireGuard::default());
         let shown = Box::new(wireguard::Shown(wireguard.clone()));

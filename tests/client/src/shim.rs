@@ -10,7 +10,7 @@ use peerpod_proto::{hypervisor, podvminfo};
 use tokio::net::UnixStream;
 use ttrpc::asynchronous::Client;
 use ttrpc::asynchronous::transport::Socket;
-use ttrpc::context::{self, Context};
+use ttrpc::context;
 
 use crate::{Annotations, Error};
 
@@ -26,6 +26,7 @@ pub const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct ShimClient {
     hypervisor: HypervisorClient,
     info: PodVmInfoClient,
+    traceparent: Option<String>,
 }
 
 impl ShimClient {
@@ -35,7 +36,13 @@ impl ShimClient {
         Ok(ShimClient {
             hypervisor: HypervisorClient::new(client.clone()),
             info: PodVmInfoClient::new(client),
+            traceparent: None,
         })
+    }
+
+    /// Makes CreateVM carry this W3C `traceparent` in its metadata, as a traced shim.
+    pub fn traced(self, traceparent: &str) -> ShimClient {
+        ShimClient { traceparent: Some(traceparent.to_owned()), ..self }
     }
 
     /// Sends CreateVM without a deadline; returns the path of the future agent socket.
@@ -49,8 +56,9 @@ impl ShimClient {
         request.id = id.into();
         request.annotations = annotations.into_map();
         request.networkNamespacePath = netns.to_string_lossy().into_owned();
-        let answer =
-            self.hypervisor.create_vm(Context::default(), &request).await.map_err(failed("CreateVM", id))?;
+        let parent = self.traceparent.iter().map(|text| ("traceparent".to_owned(), vec![text.clone()]));
+        let context = context::with_metadata(parent.collect());
+        let answer = self.hypervisor.create_vm(context, &request).await.map_err(failed("CreateVM", id))?;
         match answer.agentSocketPath.as_str() {
             "" => Err(Error::NoAgentSocket(id.into())),
             path => Ok(path.into()),

@@ -14,7 +14,7 @@ pub use access::{Rule, cluster_uid};
 pub use cluster::{Cluster, NODE, Options};
 pub use helm::{helm, helm_of, helm_program, kubectl, object, objects, project};
 pub use hook::{Authority, Hook, registration};
-pub use process::{Process, program, servers};
+pub use process::{Process, otlp_receiver, program, servers};
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

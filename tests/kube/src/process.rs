@@ -173,6 +173,14 @@ pub fn servers() -> Result<PathBuf> {
     beside_us("kube/kube-server").context("build it first (`tests/kube/build`, or `make test-kube`)")
 }
 
+/// Returns the OTLP receiver that `tests/kube/build` builds.
+///
+/// # Errors
+/// When it does not exist.
+pub fn otlp_receiver() -> Result<PathBuf> {
+    beside_us("kube/otlp-receiver").context("build it first (`tests/kube/build`, or `make test-kube`)")
+}
+
 /// Returns one of Peerpod's programs from the tests' build.
 ///
 /// # Errors

@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
     kind = "PeerPod",
     plural = "peerpods",
     singular = "peerpod",
+    shortname = "pp",
     namespaced,
     derive = "PartialEq",
     derive = "Default",
@@ -27,6 +28,15 @@ use sha2::{Digest, Sha256};
     printcolumn(name = "Instance", type_ = "string", json_path = ".spec.instanceID"),
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
     printcolumn(name = "Phase", type_ = "string", json_path = ".status.phase"),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status"
+    ),
+    printcolumn(name = "Type", type_ = "string", json_path = ".status.instanceType"),
+    printcolumn(name = "Zone", type_ = "string", json_path = ".status.zone"),
+    printcolumn(name = "Market", type_ = "string", json_path = ".status.market"),
+    printcolumn(name = "Image", type_ = "string", json_path = ".status.image", priority = 1),
     printcolumn(name = "Address", type_ = "string", json_path = ".status.addresses[0]", priority = 1),
     printcolumn(name = "Sandbox", type_ = "string", json_path = ".spec.sandboxID", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -93,6 +103,22 @@ pub struct PeerPodStatus {
     /// How far the sandbox is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub phase: Option<Phase>,
+    /// The VM's type, where the cloud has types.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub instance_type: Option<String>,
+    /// The VM's zone, by the cloud's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub zone: Option<String>,
+    /// The VM's pricing model: `spot` or `on_demand`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 63))]
+    pub market: Option<String>,
+    /// The VM's image, by the cloud's name or id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub image: Option<String>,
     /// The VM's addresses, the one that the node uses first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16), inner(length(max = 45)))]

@@ -10,6 +10,7 @@ use kube::runtime::events::{Recorder, Reporter};
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Drain, Shutdown};
+use peerpod_base::metrics::program;
 use peerpod_kube::client;
 use peerpod_kube::lease::{Election, Leader, Standing, Term};
 use prometheus_client::metrics::gauge::Gauge;
@@ -41,7 +42,7 @@ pub(crate) struct BoundController {
 /// remedy.
 pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
     let Settings { controller: config, .. } = &settings;
-    let mut registry = Registry::default();
+    let mut registry = program("peerpod-cluster", env!("CARGO_PKG_VERSION"));
     let leading = leading(&mut registry);
     let client = client::connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
 use peerpod_base::listen::listen;
-use prometheus_client::registry::Registry;
+use peerpod_base::metrics::{expiries, program};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -64,7 +64,7 @@ struct Shared {
 
 /// Reads the certificate and binds the ports. After an error nothing stays bound.
 pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
-    let mut registry = Registry::default();
+    let mut registry = program("peerpod-cluster", env!("CARGO_PKG_VERSION"));
     let metrics = Metrics::register(&mut registry);
     let ready = Ready::default();
     let mut parts = JoinSet::new();
@@ -89,6 +89,8 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
             in_use
         }
     };
+    let shown = certificate.clone();
+    expiries(&mut registry, move || shown.not_after().into_iter().map(|end| ("webhook", end)).collect());
     let tls =
         serve::tls(config.crypto, &config.versions, certificate, config.callers).context("webhook.tls-…")?;
     let failed = |why: std::io::Error| {

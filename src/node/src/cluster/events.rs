@@ -1,4 +1,4 @@
-//! Posts failures of a pod's VM as Events on the pod. A repeated Event increases the count of the first one; Events
+//! Posts failures and progress of a pod's VM as Events on the pod; progress also on the PeerPod. A repeated Event increases the count of the first one; Events
 //! beyond a pod's rate limit are dropped. While the API server is unreachable, Events wait, limited in number and time.
 
 use std::collections::{HashMap, VecDeque};
@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::jiff::Timestamp;
-use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Resource};
 use parking_lot::Mutex;
 use peerpod_common::caller_limits::{CallerLimits, Rate};
 use peerpod_kube::client::Error;
-use serde_json::json;
+use peerpod_kube::crds::PeerPod;
+use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
@@ -52,8 +53,11 @@ struct Inner {
     wake: Notify,
 }
 
+#[derive(Clone)]
 struct Waiting {
     pod: PodRef,
+    /// Name of the PeerPod on which the Event is posted; `None`: on the pod.
+    peerpod: Option<String>,
     said: PodEvent,
     since: Instant,
     at: Timestamp,
@@ -76,15 +80,23 @@ impl Events {
             self.0.metrics.cluster.events_dropped.inc();
             return;
         }
+        let peerpod = said.progress_of.as_ref().map(|id| PeerPod::name_of(&pod.name, id.as_str()));
+        let event = Waiting { pod: pod.clone(), peerpod: None, said, since: now, at: Timestamp::now() };
+        if peerpod.is_some() {
+            self.put(Waiting { peerpod, ..event.clone() });
+        }
+        self.put(event);
+        self.0.wake.notify_one();
+    }
+
+    fn put(&self, event: Waiting) {
         let mut waiting = self.0.waiting.lock();
         if waiting.len() >= MOST_WAITING {
             // The oldest Event is the least useful.
             waiting.pop_front();
             self.0.metrics.cluster.events_dropped.inc();
         }
-        waiting.push_back(Waiting { pod: pod.clone(), said, since: now, at: Timestamp::now() });
-        drop(waiting);
-        self.0.wake.notify_one();
+        waiting.push_back(event);
     }
 
     pub(super) async fn run(&self) {
@@ -116,7 +128,8 @@ impl Events {
 
     async fn write(&self, waiting: &Waiting, written: &mut Written) -> Result<(), Error> {
         let Waiting { pod, said, at, .. } = waiting;
-        let uid = self.uid(pod, waiting.since).await;
+        let Some(object) = self.object(waiting).await? else { return Ok(()) };
+        let uid = object["uid"].as_str();
         let message = clipped(&said.text, MOST_TEXT);
         let key = {
             let mut hasher = DefaultHasher::new();
@@ -151,10 +164,10 @@ impl Events {
         );
         let event = serde_json::from_value(json!({
             "metadata": {"name": name, "namespace": pod.namespace},
-            "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": pod.namespace, "name": pod.name, "uid": uid},
+            "involvedObject": object,
             "reason": said.reason,
             "message": message,
-            "type": "Warning",
+            "type": if said.progress_of.is_some() { "Normal" } else { "Warning" },
             "count": 1,
             "firstTimestamp": at,
             "lastTimestamp": at,
@@ -170,6 +183,27 @@ impl Events {
                 Ok(())
             }
         }
+    }
+
+    /// Returns the reference of the Event's object; `None`: the PeerPod is gone.
+    async fn object(&self, waiting: &Waiting) -> Result<Option<Value>, Error> {
+        let Waiting { pod: PodRef { namespace, name, .. }, peerpod, .. } = waiting;
+        let Some(peerpod) = peerpod else {
+            let uid = self.uid(&waiting.pod, waiting.since).await;
+            return Ok(Some(json!({
+                "apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid,
+            })));
+        };
+        let api: Api<PeerPod> = Api::namespaced(self.0.calls.client.clone(), namespace);
+        let what = format!("read PeerPod {namespace}/{peerpod} for an Event");
+        let found = self.0.calls.call("look", what, api.get_opt(peerpod)).await?;
+        Ok(found.map(|found| {
+            let version = PeerPod::api_version(&());
+            json!({
+                "apiVersion": version, "kind": "PeerPod", "namespace": namespace, "name": peerpod,
+                "uid": found.metadata.uid,
+            })
+        }))
     }
 
     /// Returns the pod's UID: `kubectl describe` shows the Events that name it.

@@ -53,8 +53,13 @@ impl Shown {
             idempotency_key: Some(record.key(&about.cluster_id).as_str().to_owned()),
         };
         let addresses = record.addresses.iter().take(MOST_ADDRESSES).map(ToString::to_string).collect();
+        let chosen = record.offering().unwrap_or_default();
         let status = PeerPodStatus {
             cleaned: None,
+            instance_type: shown_text(chosen.instance_type),
+            zone: shown_text(chosen.zone),
+            market: chosen.market.map(|market| market.word().to_owned()),
+            image: shown_text(chosen.image),
             phase: Some(phase(record)),
             addresses,
             stages: stages(record),
@@ -73,6 +78,11 @@ impl Shown {
             status,
         })
     }
+}
+
+/// Shortens a provider's text to the limit of the resource; an empty text is none.
+fn shown_text(text: Option<String>) -> Option<String> {
+    text.map(|text| text.chars().take(MOST_TEXT).collect()).filter(|text: &String| !text.is_empty())
 }
 
 fn phase(record: &Record) -> crds::Phase {

@@ -7,6 +7,7 @@ use peerpod_base::config::Reader;
 
 use crate::sandbox::Settings;
 use crate::spec::{GUEST_MEMORY, VmOptions};
+use crate::traces::Tracer;
 
 /// Time after which the log and an Event name the step that a start waits for: longer than a usual boot.
 const SLOW_AFTER: Duration = Duration::from_secs(60);
@@ -80,6 +81,7 @@ pub(super) fn sandbox_settings(reader: &mut Reader, cluster_name: Option<String>
         allowed_options: allowed_options(reader),
         dial: dials.then_some(guest_port),
         max_batch: 0,
+        tracer: Tracer::default(),
     }
 }
 

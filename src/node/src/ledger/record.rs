@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use peerpod_podnet::netns::NetnsId;
-use peerpod_provider_api::{CreateRequest, IdempotencyKey};
+use peerpod_provider_api::{Chosen, CreateRequest, IdempotencyKey};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -63,6 +63,9 @@ pub struct Record {
     /// Stages that were reached, with their times.
     #[serde(default)]
     pub stages: Vec<Stage>,
+    /// W3C `traceparent` of CreateVM, if its caller records a trace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
 }
 
 /// The VM that a sandbox requests.
@@ -78,6 +81,9 @@ pub struct WantedVm {
     pub initdata: Option<String>,
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
+    /// Choices of provider and cloud for the VM; `None`: no VM, or the answer to its create was lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chosen: Option<Chosen>,
 }
 
 /// Data by which the node recognises the sandbox's guest.
@@ -210,6 +216,7 @@ impl Record {
                 flush_over: false,
             },
             stages: Vec::new(),
+            traceparent: None,
         }
     }
 
@@ -239,6 +246,11 @@ impl Record {
             (Some(_), None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.wanted.attempt),
             (None, _) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
         }
+    }
+
+    /// Returns the choices for its VM, while it has one.
+    pub(crate) fn offering(&self) -> Option<Chosen> {
+        self.phase.vm().map(|_| self.wanted.chosen.clone().unwrap_or_default())
     }
 
     /// Returns the pod for log lines: namespace/name.

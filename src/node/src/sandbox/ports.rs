@@ -13,7 +13,7 @@ use peerpod_common::blocking::Interrupted;
 use peerpod_proto::guest::{Images, NetworkPlan, Reply, Request};
 use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::{
-    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent,
+    Chosen, CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent,
 };
 use tokio::sync::watch;
 use zeroize::Zeroizing;
@@ -122,8 +122,18 @@ pub(crate) struct Guest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PodEvent {
     pub reason: &'static str,
-    /// Problem, cause and remedy.
+    /// Problem, cause and remedy; of a normal Event the fact.
     pub text: String,
+    /// Sandbox of which it reports regular progress: the Event is normal, and on the sandbox's PeerPod as well. `None`: a
+    /// warning.
+    pub progress_of: Option<SandboxId>,
+}
+
+impl PodEvent {
+    /// Makes the Event of a problem.
+    pub(crate) fn warning(reason: &'static str, text: String) -> PodEvent {
+        PodEvent { reason, text, progress_of: None }
+    }
 }
 
 pub(crate) trait Clock: Send + Sync + 'static {
@@ -155,6 +165,9 @@ pub(crate) trait Cloud: Send + Sync + 'static {
 
     /// Requests the VM from the cloud; the same key yields the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
+
+    /// Returns the choices for a VM that a create of this process returned a moment ago, once.
+    fn chosen(&self, vm: &InstanceId) -> Option<Chosen>;
 
     /// Requests several VMs by one call; the same key and count yield the same VMs.
     async fn create_many(

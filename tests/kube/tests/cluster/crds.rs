@@ -210,6 +210,7 @@ async fn identities_cannot_change(client: &Client) {
 async fn status_is_apart(client: &Client) {
     let pods = api::<PeerPod>(client);
     let status = json!({"status": {
+        "instanceType": "m6a.large", "zone": "eu-1a", "market": "on_demand", "image": "ami-1",
         "phase": "Running", "addresses": ["10.0.0.9"], "cleand": false, "observedGeneration": 1,
         "stages": [{"name": "create", "at": "2026-01-02T03:04:05Z", "tookMilliseconds": 812}],
         "conditions": [{"type": "Ready", "status": "True", "reason": "AgentAnswers", "message": "",
@@ -235,9 +236,13 @@ fn columns(cluster: &Cluster) {
             .map(|line| line.split_whitespace().map(str::to_owned).collect())
             .collect::<Vec<Vec<String>>>()
     };
-    let rows = table(&["get", "peerpods", "apart"]);
-    assert_eq!(rows[0], ["NAME", "PROVIDER", "INSTANCE", "NODE", "PHASE", "AGE"]);
-    assert_eq!(rows[1][..5], ["apart", "local", "i-9", "worker-1", "Running"]);
+    // By the short name.
+    let rows = table(&["get", "pp", "apart"]);
+    let shown = ["NAME", "PROVIDER", "INSTANCE", "NODE", "PHASE", "READY", "TYPE", "ZONE", "MARKET", "AGE"];
+    assert_eq!(rows[0], shown);
+    let row = ["apart", "local", "i-9", "worker-1", "Running", "True", "m6a.large", "eu-1a", "on_demand"];
+    assert_eq!(rows[1][..9], row);
+    assert!(cluster.kubectl(&["get", "pp", "apart", "-o", "wide"]).unwrap().contains("ami-1"));
     let selected = table(&["get", "peerpods", "--field-selector", "spec.nodeName=worker-1", "-o", "name"]);
     assert_eq!(selected.len(), 2, "{selected:?}");
     let rows = table(&["get", "peerpodconfigs", "full"]);

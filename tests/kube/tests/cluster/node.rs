@@ -10,7 +10,7 @@ use kube::Api;
 use node_common::{History, LIMIT, NODE, OWN, Rig, Running, age, vm_in, vms};
 use peerpod_client::Annotations;
 use peerpod_kube::crds::{FINALIZER, PeerPod, Phase};
-use peerpod_test_kube::wait_for;
+use peerpod_test_kube::{Rule, wait_for};
 use peerpod_tests::{Dice, fresh_id, long, stop_in_time};
 use peerpod_world::{Settings, Sight};
 
@@ -19,6 +19,8 @@ fn settings() -> Settings {
         .set("node.vm-gone-grace", "1s")
         .set("node.slow-after", "3s")
         .set("node.orphan-grace", "2s")
+        .set("node.metrics-listen", "127.0.0.1:15157")
+        .set("node.otlp-endpoint", "127.0.0.1:4318")
 }
 
 /// One cluster serves all stages, because its start takes most of the time.
@@ -27,6 +29,8 @@ async fn status_and_events_show_the_real_state() {
     let mut rig = Rig::start(settings().set("cluster.withdraw-after", "5s")).await;
     assert_eq!(rig.capacity().await, None, "nothing serves yet");
     rig.daemons().await;
+    metrics_are_served_to_callers_with_the_right(&rig).await;
+    a_start_is_a_trace(&rig).await;
     a_user_sees_capacity_and_its_pods_vm(&rig).await;
     what_is_refused_is_said_on_the_pod(&rig).await;
     a_vm_that_dies_is_said_on_the_pod(&rig).await;
@@ -38,6 +42,81 @@ async fn status_and_events_show_the_real_state() {
     an_emptied_ledger_costs_no_pod_its_vm(&mut rig).await;
     a_rolling_update_keeps_the_capacity(&mut rig).await;
     a_node_that_is_to_have_no_peer_pods_loses_the_capacity(&mut rig).await;
+}
+
+/// Returns the token of a new service account, which may get the URL `/metrics` or has no right.
+async fn scraper(rig: &Rig, name: &str, is_permitted: bool) -> String {
+    let urls = Rule {
+        non_resource_urls: Some(vec!["/metrics".to_owned()]),
+        verbs: vec!["get".to_owned()],
+        ..Rule::default()
+    };
+    let rules = if is_permitted { vec![urls] } else { Vec::new() };
+    rig.cluster.service_account(OWN, name, rules).await.unwrap();
+    rig.cluster.token(OWN, name, &[], None).await.unwrap()
+}
+
+async fn metrics_are_served_to_callers_with_the_right(rig: &Rig) {
+    let (permitted, stranger) =
+        (scraper(rig, "prometheus", true).await, scraper(rig, "stranger", false).await);
+    assert_eq!(rig.scrape("/metrics", None).0, 401);
+    assert_eq!(rig.scrape("/metrics", Some("no-token-of-this-cluster")).0, 401);
+    let (status, text) = rig.scrape("/metrics", Some(&stranger));
+    assert!(status == 403 && text.contains("bind it to a role"), "{status} {text}");
+    // The second answer comes from the remembered one.
+    for _ in 0..2 {
+        let (status, text) = rig.scrape("/metrics", Some(&permitted));
+        assert!(
+            status == 200 && text.contains("peerpod_node_sandboxes{phase=\"running\"} 0"),
+            "{status} {text}"
+        );
+    }
+    assert!(text_of_relay(rig, &permitted).contains("peerpod_relay_sandboxes 0"));
+    assert_eq!(rig.scrape("/relay/metrics", Some(&stranger)).0, 403);
+    assert_eq!(rig.scrape("/readyz", Some(&permitted)).0, 404);
+    let metrics = rig.daemons.metrics("node").unwrap();
+    let asked = "peerpod_node_cluster_calls_total{call=\"token_review\",result=\"ok\"} 3\n";
+    assert!(metrics.contains(asked), "one review of each token: {metrics}");
+}
+
+/// The trace of a start continues the shim's, and reaches a real receiver.
+async fn a_start_is_a_trace(rig: &Rig) {
+    let (mut receiver, log) = rig.otlp_receiver();
+    let said = || std::fs::read_to_string(&log).unwrap_or_default();
+    wait_for("the receiver", LIMIT, async || Ok(said().contains("ready").then_some(()))).await.unwrap();
+    let uid = rig.pod("traced");
+    let shim = rig.daemons.shim().await.unwrap();
+    let shim = shim.traced("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
+    let running = Running { id: fresh_id("traced"), shim, network: rig.world.pod().unwrap() };
+    rig.create_again(&running, "traced").await.unwrap();
+    tokio::time::timeout(LIMIT, running.shim.start_vm(&running.id)).await.unwrap().unwrap();
+    let line = wait_for("the trace", LIMIT, async || {
+        Ok(said().lines().find(|line| line.contains(&running.id)).map(str::to_owned))
+    });
+    let line: serde_json::Value = serde_json::from_str(&line.await.unwrap()).unwrap();
+    let spans = line["resourceSpans"][0]["scopeSpans"][0]["spans"].as_array().unwrap().clone();
+    let find = |name: &str| {
+        let found = spans.iter().find(|span| span["name"] == name);
+        found.unwrap_or_else(|| panic!("no span {name} in {spans:?}")).clone()
+    };
+    let (start, guest) = (find("start"), find("guest"));
+    assert!(spans.iter().all(|span| span["traceId"] == "0af7651916cd43dd8448eb211c80319c"), "{spans:?}");
+    assert_eq!(start["parentSpanId"], "b7ad6b7169203331");
+    assert!(start["attributes"].to_string().contains(&uid), "{start}");
+    // Provider's call, stage on the node, stage in the VM.
+    for (name, parent) in [("vm_made", &start), ("running", &start), ("boot", &guest), ("guest", &start)] {
+        assert_eq!(find(name)["parentSpanId"], parent["spanId"], "{name}");
+    }
+    rig.stop(running).await;
+    rig.delete_pod("traced");
+    receiver.kill().unwrap();
+    receiver.wait().unwrap();
+}
+
+fn text_of_relay(rig: &Rig, token: &str) -> String {
+    let (status, text) = rig.scrape("/relay/metrics", Some(token));
+    assert_eq!(status, 200, "{text}");
+    text
 }
 
 async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
@@ -69,6 +148,16 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
         (uid.as_str(), "Pod", Some(true))
     );
     assert_eq!(object.metadata.finalizers.unwrap(), [FINALIZER]);
+    let uid_of_peerpod = object.metadata.uid.unwrap();
+    for (uid, reason, part) in [
+        (&uid, "VMCreated", vm.as_str()),
+        (&uid, "VMReady", "ready after"),
+        (&uid_of_peerpod, "VMCreated", &vm),
+    ] {
+        let (text, count) = rig.event(uid, reason).await;
+        assert!(text.contains(part) && count == 1, "{reason}: {count} {text}");
+    }
+    assert_eq!(rig.show(&["get", "pp", "-n", "shop", "-o", "jsonpath={.items[*].status.phase}"]), "Running");
     let status = object.status.unwrap();
     let stage = |name: &str| status.stages.iter().position(|stage| stage.name == name);
     assert!(stage("announced").unwrap() < stage("vm_made").unwrap(), "{:?}", status.stages);
@@ -79,6 +168,7 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
 
     rig.stop(running).await;
     rig.exactly(&[]).await;
+    assert!(rig.event(&uid, "VMDeleted").await.0.contains(&vm));
     let seen = history.seen();
     let first_seen = &seen[0];
     assert_eq!(
@@ -550,10 +640,14 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
 }
 
 async fn without_an_api_server_a_node_starts(rig: &mut Rig) {
+    let token = scraper(rig, "prometheus", true).await;
     rig.daemons.kill_node().unwrap();
     rig.cluster.kill_api_server();
     rig.daemons.start_node().unwrap();
     rig.daemons.ready().await.unwrap();
+    // Nothing permits the scraper now; the answer comes all the same.
+    let (status, text) = rig.scrape("/metrics", Some(&token));
+    assert!(status == 503 && text.contains("does not answer"), "{status} {text}");
     let running = rig.run("alone").await;
     rig.stop(running).await;
     // Its shutdown does not wait long either.

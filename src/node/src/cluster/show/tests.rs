@@ -1,4 +1,4 @@
-use peerpod_provider_api::IdempotencyKey;
+use peerpod_provider_api::{Chosen, IdempotencyKey, Market};
 
 use super::*;
 use crate::spec::PodRef;
@@ -53,6 +53,22 @@ fn a_shown_vm_has_the_key_of_its_create() {
     assert_eq!(shown.status.phase, Some(crds::Phase::Booting));
     let expected = [("Created".to_owned(), "True".to_owned()), ("Ready".to_owned(), "False".to_owned())];
     assert_eq!(states(&shown), expected);
+}
+
+#[test]
+fn a_vm_is_shown_with_its_type_zone_market_and_image() {
+    let mut record = record(Phase::Running { vm: vm() });
+    record.wanted.chosen = Some(Chosen {
+        instance_type: Some("m6a.large".into()),
+        zone: Some("eu-1a".into()),
+        market: Some(Market::Spot),
+        image: Some("ami-1".into()),
+    });
+    let status = Shown::of(&record, &about(), 5_000).unwrap().status;
+    let shown = [status.instance_type, status.zone, status.market, status.image];
+    assert_eq!(shown.map(Option::unwrap), ["m6a.large", "eu-1a", "spot", "ami-1"]);
+    record.phase = Phase::Booting { attempt: 0 };
+    assert_eq!(Shown::of(&record, &about(), 5_000).unwrap().status.zone, None, "it has no VM");
 }
 
 #[test]

@@ -15,6 +15,8 @@ use crate::sandbox::vm::events::interruption;
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_LOGGED: u32 = 64;
 const MOST_NOTES: usize = 8;
+/// Pulls that one report adds to the metric: a hostile guest must not spoil it.
+const MOST_PULLS: u64 = 100;
 
 /// Last report of a guest, and the number of log lines so far.
 #[derive(Default)]
@@ -24,6 +26,8 @@ pub(crate) struct Reports {
     path: Option<Path>,
     notes: Vec<String>,
     logged: u32,
+    /// Pulls of images that were counted, done and failed. A new guest program begins again at 0.
+    pulls: [u64; 2],
     /// Whether the guest reported that the cloud takes the VM back. Only its first report counts.
     reclaimed: bool,
 }
@@ -55,6 +59,7 @@ impl Task {
             let event = interruption(&self.metrics, vm, at);
             self.tell(event.reason, event.text);
         }
+        self.count_pulls([status.images_pulled, status.image_pulls_failed]);
         if path.is_some() && path != self.guest.reports.path {
             self.log_path(path);
         }
@@ -66,6 +71,15 @@ impl Task {
                 }
             }
             self.guest.reports.notes = notes;
+        }
+    }
+
+    /// Adds the pulls of images since the last report. A guest adds at most [`MOST_PULLS`] at once.
+    fn count_pulls(&mut self, now: [u64; 2]) {
+        let before = std::mem::replace(&mut self.guest.reports.pulls, now);
+        for ((result, now), before) in ["done", "failed"].into_iter().zip(now).zip(before) {
+            let new = now.checked_sub(before).unwrap_or(now).min(MOST_PULLS);
+            self.metrics.guests.image_pulls.get_or_create(&[("result", result)]).inc_by(new);
         }
     }
 

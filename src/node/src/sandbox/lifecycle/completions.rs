@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use peerpod_proto::guest::{NetworkPlan, Reply, Status};
-use peerpod_provider_api::{InstanceId, Placement};
+use peerpod_provider_api::{Chosen, InstanceId, Placement};
 use protobuf::Message;
 use tracing::{error, info, warn};
 
@@ -87,10 +87,10 @@ impl Task {
             Ok(uid) => uid,
             Err(error) if self.repeats(Which::Cloud, &error) => return Ok(()),
             Err(error) if self.vm.unsent => {
-                return self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await;
+                return self.not_to_be_had(PhaseEvent::Refused, error.class(), error.to_string()).await;
             }
             // An earlier process may have requested the VM, which must be gone before its volumes are free.
-            Err(error) if is_live => return self.fail("volumes", error.to_string()).await,
+            Err(error) if is_live => return self.fail("volumes", error.class(), error.to_string()).await,
             Err(_) => return Ok(()),
         };
         self.start.announced = true;
@@ -117,7 +117,9 @@ impl Task {
             Ok(placement) => placement,
             Err(error) if self.repeats(Which::Cloud, &error) => return Ok(()),
             Err(_) if !self.record.phase.is_live() => return self.never_sent().await,
-            Err(error) => return self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await,
+            Err(error) => {
+                return self.not_to_be_had(PhaseEvent::Refused, error.class(), error.to_string()).await;
+            }
         };
         let Some(placement) = placement else {
             self.vm.placed = Some(attempt);
@@ -147,7 +149,11 @@ impl Task {
             CreatePath::Open | CreatePath::Joining | CreatePath::Alone => None,
         };
         self.reached("vm_made");
+        let (id, chosen) = (vm.clone(), self.ports.cloud.chosen(&vm));
+        let text = format!("VM {id}{}", chosen.as_ref().map(offering).unwrap_or_default());
+        let is_new = self.record.phase.vm().is_none();
         self.apply(PhaseEvent::Made(vm), |record| {
+            record.wanted.chosen = chosen.or(record.wanted.chosen.take());
             if let Some((number, batch)) = member {
                 record.enrolment.batch_member = Some(number);
                 record.enrolment.ticket = Some(batch.ticket.clone());
@@ -159,7 +165,10 @@ impl Task {
         })
         .await?;
         self.worked(Which::Cloud);
-        info!(vm = self.record.phase.vm().map(InstanceId::as_str), phase = %self.record.phase, "VM made");
+        info!(vm = %id, phase = %self.record.phase, "{text} made");
+        if is_new {
+            self.progress("VMCreated", text);
+        }
         Ok(())
     }
 
@@ -187,7 +196,7 @@ impl Task {
                 return Ok(());
             }
             let text = "the record has no request for a retry".into();
-            return self.not_to_be_had(PhaseEvent::Refused, text).await;
+            return self.not_to_be_had(PhaseEvent::Refused, "lost_request", text).await;
         };
         if error.retry() == Retry::NextOffering {
             let text = error.to_string();
@@ -203,13 +212,18 @@ impl Task {
                 self.tell("NoCapacity", format!("{text}; trying the next offering"));
                 return Ok(());
             }
-            return self.not_to_be_had(PhaseEvent::NoCapacity, text).await;
+            return self.not_to_be_had(PhaseEvent::NoCapacity, error.class(), text).await;
         }
-        self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await
+        self.not_to_be_had(PhaseEvent::Refused, error.class(), error.to_string()).await
     }
 
-    async fn not_to_be_had(&mut self, event: PhaseEvent, text: String) -> Result<(), Unapplied> {
-        if self.apply_failure(event, "create", &text).await? {
+    async fn not_to_be_had(
+        &mut self,
+        event: PhaseEvent,
+        class: &'static str,
+        text: String,
+    ) -> Result<(), Unapplied> {
+        if self.apply_failure(event, ("create", class), &text).await? {
             error!(error = text, "the provider refused the VM");
             self.tell("VMRefused", format!("no VM for this pod: {text}"));
         }
@@ -237,7 +251,7 @@ impl Task {
             && after.retry() == Retry::Never
             && self.record.phase.is_live()
         {
-            self.fail("create", after.to_string()).await?;
+            self.fail("create", after.class(), after.to_string()).await?;
         }
         self.in_flight.cloud.rest(pause);
         Ok(())
@@ -272,7 +286,7 @@ impl Task {
                 Ok(self.change(|record| record.volumes = Some(*volumes)).await?)
             }
             Err(error) if self.repeats(Which::Volumes, &error) => Ok(()),
-            Err(error) if is_live => self.fail("volumes", error.to_string()).await,
+            Err(error) if is_live => self.fail("volumes", error.class(), error.to_string()).await,
             Ok(_) | Err(_) => Ok(()),
         }
     }
@@ -286,7 +300,7 @@ impl Task {
         if let (CloudError::NotFound { .. }, Some(vm)) = (&error, vm) {
             cause = self.cause_of_end(&vm, &cause, cause.clone()).await;
         }
-        self.fail("addresses", cause).await
+        self.fail("addresses", error.class(), cause).await
     }
 
     async fn reserved(&mut self, result: Result<Network, NetworkError>) -> Result<(), Unapplied> {
@@ -321,7 +335,7 @@ impl Task {
             self.tell("NetworkLost", format!("the node can no longer maintain the pod's network: {text}"));
             self.network.given_up = true;
         } else if permanent && self.record.phase.is_live() {
-            return self.fail("network", text).await;
+            return self.fail("network", "network", text).await;
         } else if self.record.phase.is_live() {
             self.later(Which::Network, text);
         }
@@ -353,7 +367,7 @@ impl Task {
         if !reply.error.is_empty() {
             let text = clip(&reply.error);
             if joining {
-                return self.fail("personalise", format!("the guest failed: {text}")).await;
+                return self.fail("personalise", "guest", format!("the guest failed: {text}")).await;
             }
             error!(error = text, "the guest cannot follow the pod's network");
             self.guest.refused = Some((session, digest, secret));
@@ -377,6 +391,10 @@ impl Task {
             })
             .await?;
             self.log_joined(&status);
+            self.settings.tracer.ended(&self.record, self.ports.clock.now_ms(), &status.stages, None);
+            let after = Duration::from_millis(self.record.stage("running").unwrap_or_default());
+            let vm = self.record.phase.vm().map_or("the VM", InstanceId::as_str);
+            self.progress("VMReady", format!("VM {vm} is ready after {:.1} s", after.as_secs_f64()));
             return Ok(());
         }
         if !matches!(self.record.phase, Phase::Running { .. }) {
@@ -462,7 +480,12 @@ impl Task {
         }
         let now = self.ports.clock.now_ms();
         self.reached("gone");
-        self.apply(PhaseEvent::Cleared, |record| record.write_tombstone(now)).await
+        let vm = self.record.phase.vm().cloned();
+        self.apply(PhaseEvent::Cleared, |record| record.write_tombstone(now)).await?;
+        if let Some(vm) = vm {
+            self.progress("VMDeleted", format!("VM {vm} is deleted"));
+        }
+        Ok(())
     }
 
     /// Records that the flush of the pod's volumes is over. The other steps follow, also if the disk is full: only a crash
@@ -597,6 +620,14 @@ impl Task {
 pub(crate) async fn console_of(ports: &Ports, vm: &InstanceId) -> Option<Console> {
     let text = tokio::time::timeout(CONSOLE, ports.cloud.console(vm)).await.ok().flatten();
     text.map(|text| Console::read(&text))
+}
+
+/// Returns the VM's type, zone and market for a text; empty if none is known.
+fn offering(chosen: &Chosen) -> String {
+    let market = chosen.market.map(|market| market.word().to_owned());
+    let known: Vec<String> =
+        [chosen.instance_type.clone(), chosen.zone.clone(), market].into_iter().flatten().collect();
+    if known.is_empty() { String::new() } else { format!(" {}", known.join(" ")) }
 }
 
 /// Shortens a guest's text to one log line.

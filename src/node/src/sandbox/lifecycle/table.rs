@@ -370,7 +370,14 @@ impl Sandboxes {
             phase: Phase::Created,
             pod: Some(wanted.pod),
             netns: Some(netns),
-            wanted: WantedVm { request: Some(request), attempt: 0, initdata: wanted.initdata, gpus },
+            wanted: WantedVm {
+                request: Some(request),
+                attempt: 0,
+                initdata: wanted.initdata,
+                gpus,
+                chosen: None,
+            },
+            traceparent: wanted.traceparent,
             volumes,
             enrolment: Enrolment { ticket: Some(ticket), trust, ..Enrolment::default() },
             end: RecordEnd::default(),
@@ -420,6 +427,7 @@ impl Sandboxes {
         }
         self.0.metrics.sandboxes.recoveries.count(record.phase.name());
         self.0.metrics.sandboxes.moved(None, Some(&record.phase));
+        self.0.metrics.sandboxes.vm(None, record.offering());
         let claimed = record.netns.as_ref().and_then(|netns| state.netns.get(&netns.identity()));
         let other = claimed.and_then(|other| state.task(other)).filter(|_| record.phase.is_live());
         let predecessor = other.map(|other| other.view.clone());

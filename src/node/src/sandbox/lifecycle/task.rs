@@ -326,26 +326,32 @@ impl Task {
     }
 
     /// Gives up on the sandbox: waiting callers get the cause, and everything that was made is removed.
-    pub(crate) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
+    pub(crate) async fn fail(
+        &mut self,
+        stage: &str,
+        class: &'static str,
+        cause: String,
+    ) -> Result<(), Unapplied> {
         let (reason, what) = match self.record.phase {
             Phase::Running { .. } => ("VMFailed", "failed while it ran"),
             _ => ("StartFailed", "could not be started"),
         };
-        if self.apply_failure(PhaseEvent::Stop, stage, &cause).await? {
+        if self.apply_failure(PhaseEvent::Stop, (stage, class), &cause).await? {
             error!(stage, %cause, "{what}");
             self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
         }
         Ok(())
     }
 
-    /// Applies the event of a failure. Returns whether the sandbox was live, and so fails by it.
+    /// Applies the event of a failure, with its stage and the class of its cause. Returns whether the sandbox was live, and so fails by it.
     pub(crate) async fn apply_failure(
         &mut self,
         event: PhaseEvent,
-        stage: &str,
+        (stage, class): (&str, &'static str),
         cause: &str,
     ) -> Result<bool, Unapplied> {
         let was_live = self.record.phase.is_live();
+        let was_starting = was_live && !matches!(self.record.phase, Phase::Running { .. });
         self.apply(event, |record| {
             if was_live {
                 record.end.failed = true;
@@ -355,6 +361,10 @@ impl Task {
         .await?;
         if was_live {
             self.metrics.sandboxes.failures.count(stage);
+        }
+        if was_starting {
+            self.metrics.sandboxes.start_failures.count(class);
+            self.settings.tracer.ended(&self.record, self.ports.clock.now_ms(), &[], Some(cause));
         }
         Ok(was_live)
     }
@@ -374,7 +384,7 @@ impl Task {
         let cause = self.cause_of_end(vm, why, format!("its VM {vm} {how}: {why}")).await;
         // Recorded with the failure: no guest is left that could write anything back.
         self.record.end.flush_over = true;
-        let failed = self.fail("vm", cause).await;
+        let failed = self.fail("vm", "ended", cause).await;
         if failed.is_err() {
             // The sandbox goes on, and its guest may come back.
             self.record.end.flush_over = false;
@@ -405,7 +415,7 @@ impl Task {
     async fn too_late(&mut self) {
         self.start.deadline = None;
         let (stage, cause) = self.why_late().await;
-        if let Err(Unapplied::Disk(error)) = self.fail(stage, cause).await {
+        if let Err(Unapplied::Disk(error)) = self.fail(stage, "late", cause).await {
             warn!(%error, "cannot record that the boot took too long; trying again");
             self.start.deadline = Some(Instant::now() + Duration::from_secs(1));
         }
@@ -422,7 +432,15 @@ impl Task {
 
     pub(crate) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
-            self.ports.kubernetes.tell(pod, PodEvent { reason, text });
+            self.ports.kubernetes.tell(pod, PodEvent::warning(reason, text));
+        }
+    }
+
+    /// Posts a normal Event.
+    pub(crate) fn progress(&self, reason: &'static str, text: String) {
+        if let Some(pod) = &self.record.pod {
+            let progress_of = Some(self.record.id.clone());
+            self.ports.kubernetes.tell(pod, PodEvent { reason, text, progress_of });
         }
     }
 
@@ -475,6 +493,7 @@ impl Task {
         if record.phase != self.record.phase {
             let from = (self.record.phase != Phase::Created).then_some(&self.record.phase);
             self.metrics.sandboxes.moved(from, Some(&record.phase));
+            self.metrics.sandboxes.vm(self.record.offering(), record.offering());
             debug!(from = %self.record.phase, to = %record.phase, vm = ?record.phase.vm(), "phase");
         }
         let shown = |record: &Record| {

@@ -164,7 +164,7 @@ impl Orphans {
         );
         error!(%vm, sandbox, "{text}");
         if let Some(pod) = pod {
-            table.0.ports.kubernetes.tell(pod, PodEvent { reason: "RecordLost", text });
+            table.0.ports.kubernetes.tell(pod, PodEvent::warning("RecordLost", text));
         }
     }
 

@@ -65,6 +65,7 @@ impl Sandboxes {
                 Ok(Some(record)) => {
                     let mut state = self.state();
                     self.drop_dead(&mut state, &id);
+                    self.0.metrics.sandboxes.vm(record.offering(), None);
                     self.adopt(&mut state, record);
                     break;
                 }

@@ -40,6 +40,23 @@ async fn the_intent_is_published_before_the_create_and_the_pods_uid_is_recorded(
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_life_of_a_vm_is_reported_with_its_type_and_zone() {
+    let (world, dir) = (world(), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    node.table.stop(&id("a"), Stop::Called).await.unwrap();
+    node.until("it is gone", |node| node.phase("a") == "gone").await;
+    let progress = world.state().progress.clone();
+    let reasons: Vec<_> = progress.iter().map(|(_, reason, _)| *reason).collect();
+    assert_eq!(reasons, ["VMCreated", "VMReady", "VMDeleted"]);
+    assert_eq!(progress[0].2, "VM i-1 type of i-1 z1");
+    assert!(progress[1].2.starts_with("VM i-1 is ready after "), "{progress:?}");
+    assert!(progress.iter().all(|(pod, ..)| pod == "default/pod-a"), "{progress:?}");
+    assert!(world.state().said.is_empty(), "no warning");
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_sandbox_stopped_before_the_create_call_makes_no_vm() {
     let (world, dir) = (world(), Dir::new());
     *world.announce_takes.lock().unwrap() = Duration::from_millis(900);

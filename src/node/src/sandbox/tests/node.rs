@@ -13,6 +13,7 @@ use crate::ledger::{Inbox, Ledger};
 use crate::metrics::Metrics;
 use crate::sandbox::{Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
 use crate::spec::{PodRef, Size, VmOptions, Wanted};
+use crate::traces::Tracer;
 
 pub(super) fn settings() -> Settings {
     Settings {
@@ -38,6 +39,7 @@ pub(super) fn settings() -> Settings {
         allowed_options: Vec::new(),
         dial: None,
         max_batch: 0,
+        tracer: Tracer::default(),
     }
 }
 
@@ -147,6 +149,7 @@ pub(super) fn create_vm(name: &str) -> CreateVm {
         image: None,
         initdata: None,
         vm_options: VmOptions::default(),
+        traceparent: None,
     };
     CreateVm { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
 }

@@ -14,7 +14,8 @@ use peerpod_link::user_data::UserData;
 use peerpod_proto::guest::{Images, NetworkPlan, Reply, Request};
 use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::{
-    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, ProviderEvent,
+    Chosen, CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement,
+    ProviderEvent,
 };
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
@@ -126,6 +127,8 @@ pub(super) struct State {
     pub shown: BTreeMap<String, String>,
     /// Events posted on pods: pod, reason, text.
     pub said: Vec<(String, &'static str, String)>,
+    /// Normal Events.
+    pub progress: Vec<(String, &'static str, String)>,
     pub dice: Dice,
 }
 
@@ -719,6 +722,11 @@ impl Cloud for Fake {
         Ok(id)
     }
 
+    fn chosen(&self, vm: &InstanceId) -> Option<Chosen> {
+        let instance_type = Some(format!("type of {vm}"));
+        Some(Chosen { instance_type, zone: Some("z1".to_owned()), ..Chosen::default() })
+    }
+
     async fn create_many(
         &self,
         request: &CreateRequest,
@@ -1141,7 +1149,9 @@ impl Kubernetes for Fake {
     }
 
     fn tell(&self, pod: &PodRef, said: PodEvent) {
-        self.world.state().said.push((pod.to_string(), said.reason, said.text));
+        let mut state = self.world.state();
+        let said_before = if said.progress_of.is_some() { &mut state.progress } else { &mut state.said };
+        said_before.push((pod.to_string(), said.reason, said.text));
     }
 
     fn images(&self, pull_secret: &str) -> Option<Images> {

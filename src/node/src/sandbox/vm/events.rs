@@ -20,7 +20,7 @@ pub(crate) fn interruption(metrics: &Metrics, vm: &InstanceId, at: SystemTime) -
     warn!(%vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
     metrics.sandboxes.notices.count("interruption");
     let text = format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
-    PodEvent { reason: "VMInterruption", text }
+    PodEvent::warning("VMInterruption", text)
 }
 
 impl Sandboxes {
@@ -37,7 +37,7 @@ impl Sandboxes {
 
     /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
     pub(crate) fn refused(&self, pod: &PodRef, error: &Error) {
-        self.0.ports.kubernetes.tell(pod, PodEvent { reason: "CreateRefused", text: error.to_string() });
+        self.0.ports.kubernetes.tell(pod, PodEvent::warning("CreateRefused", error.to_string()));
     }
 
     /// Posts an Event on the pod of a new relay that could not take over from the running one.
@@ -46,7 +46,7 @@ impl Sandboxes {
         let (namespace, name) = (clip(&namespace), clip(&name));
         let (pod, why) = (PodRef { namespace, name, uid: uid.map(|uid| clip(&uid)) }, clip(why));
         warn!(relay = %pod, why, "a new relay could not take over; the running one goes on");
-        self.0.ports.kubernetes.tell(&pod, PodEvent { reason: "TakeOverFailed", text: why });
+        self.0.ports.kubernetes.tell(&pod, PodEvent::warning("TakeOverFailed", why));
     }
 
     fn tell(&self, id: &SandboxId, event: PodEvent) {

@@ -14,7 +14,7 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use peerpod_client::{Annotations, ShimClient};
 use peerpod_kube::crds::PeerPod;
-use peerpod_test_kube::{Cluster, Options, Rule, wait_for};
+use peerpod_test_kube::{Cluster, Options, Rule, otlp_receiver, wait_for};
 use peerpod_tests::{fresh_id, stop_in_time};
 use peerpod_world::proxy::Proxy;
 use peerpod_world::{Daemons, Pod, Settings, World, binary};
@@ -61,6 +61,8 @@ fn rights() -> Vec<Rule> {
         rule(ours, &["peerpods"], &["get", "list", "create", "patch", "delete"]),
         rule(ours, &["peerpods/status"], &["patch"]),
         rule("coordination.k8s.io", &["leases"], &["get", "create", "update"]),
+        rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
+        rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
     ]
 }
 
@@ -108,6 +110,23 @@ impl Rig {
         self.cluster
             .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=merge", "-p", &status])
             .unwrap();
+    }
+
+    /// Scrapes the node's metrics port with Python's client, as from another machine. Returns status and text.
+    pub(crate) fn scrape(&self, path: &str, token: Option<&str>) -> (u16, String) {
+        let script = "import http.client, ssl, sys\n\
+            to = http.client.HTTPSConnection('127.0.0.1', 15157, timeout=60, context=ssl._create_unverified_context())\n\
+            to.request('GET', sys.argv[1], headers={'Authorization': 'Bearer ' + t for t in sys.argv[2:]})\n\
+            answer = to.getresponse()\n\
+            print(answer.status, answer.read().decode())\n";
+        let mut words = vec!["-c", script, path];
+        words.extend(token);
+        let ask = || std::process::Command::new("python3").args(&words).output();
+        let said = self.world.node().run(ask).unwrap().unwrap();
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        let said = String::from_utf8(said.stdout).unwrap();
+        let (status, text) = said.split_once(' ').unwrap();
+        (status.parse().unwrap(), text.to_owned())
     }
 
     pub(crate) async fn daemons(&mut self) {
@@ -189,6 +208,13 @@ impl Rig {
         };
         self.create_again(&running, name).await.unwrap();
         running
+    }
+
+    /// Starts the collector's OTLP receiver on the node. Returns its process and the file of what it receives.
+    pub(crate) fn otlp_receiver(&self) -> (Child, PathBuf) {
+        let log = self.world.folder().join("otlp.log");
+        let address = [OsStr::new("127.0.0.1:4318")];
+        (self.world.spawn(&otlp_receiver().unwrap(), &address, &log).unwrap(), log)
     }
 
     pub(crate) async fn create_again(
