@@ -7,12 +7,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use serde_json::Value;
 
 use peerpod_base::config::Setting;
+use peerpod_base::metrics::plain;
 
 /// Compares the section `name` of `docs/<page>` with the generated text, or writes the text if `PEERPOD_UPDATE` is set.
 /// In the page, the section is between the lines `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
@@ -115,6 +117,7 @@ fn collect_fields(path: &str, schema: &Value, rows: &mut Vec<[String; 4]>) {
 pub fn metrics(registry: &Registry) -> Result<String, String> {
     let mut text = String::new();
     encode(&mut text, registry).map_err(|why| why.to_string())?;
+    lint(&plain(&text))?;
     let mut rows: Vec<[String; 4]> = Vec::new();
     for line in text.lines() {
         if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
@@ -147,6 +150,29 @@ pub fn metrics(registry: &Registry) -> Result<String, String> {
     }
     Ok(table(["Metric", "Type", "Labels", "Meaning"], &rows))
 }
+
+/// Passes metrics in the text format 0.0.4 through `promtool check metrics`.
+fn lint(text: &str) -> Result<(), String> {
+    let failed = |why: io::Error| format!("run promtool: {why}; scripts/setup installs it");
+    let mut promtool = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let input = promtool.stdin.take();
+    // It reads all before it prints.
+    input.map_or(Ok(()), |mut input| input.write_all(text.as_bytes())).map_err(failed)?;
+    let done = promtool.wait_with_output().map_err(failed)?;
+    if done.status.success() && done.stderr.is_empty() {
+        return Ok(());
+    }
+    Err(format!("promtool check metrics: {}", String::from_utf8_lossy(&done.stderr)))
+}
+
+#[cfg(test)]
+mod monitoring;
 
 /// Returns the names of the labels in `a="x",b="y"} 1`, without the bounds of a histogram.
 fn labels(series: &str) -> Vec<&str> {
@@ -209,6 +235,9 @@ fn cell(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use peerpod_base::metrics::{expiries, program};
     use prometheus_client::metrics::counter::Counter;
     use prometheus_client::metrics::family::Family;
     use serde_json::json;
@@ -228,6 +257,14 @@ mod tests {
         replace(&path, "a", "n", true).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), page("\nn\n\n"));
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn documented_metrics_of_every_program_are_up_to_date() {
+        let mut registry = program("peerpod-x", "1.2.3");
+        expiries(&mut registry, || vec![("x", SystemTime::UNIX_EPOCH)]);
+        section("metrics.md", "programs", &metrics(&registry).unwrap()).unwrap();
+        assert!(lint("# TYPE peerpod_things counter\npeerpod_things 1\n").unwrap_err().contains("_total"));
     }
 
     #[test]

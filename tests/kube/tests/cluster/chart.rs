@@ -86,6 +86,47 @@ fn the_chart_lints_and_refuses_meaningless_values() {
     }
 }
 
+/// Checks that the port of the metrics, the rights to serve it, and the objects for monitoring come and go together.
+#[test]
+fn metrics_are_served_and_found_by_the_values() {
+    let home = Home::new("metrics");
+    let kinds = |all: &[Value]| {
+        let kind = |object: &Value| object["kind"].as_str().unwrap().to_owned();
+        all.iter()
+            .filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1")
+            .map(kind)
+            .collect::<Vec<_>>()
+    };
+    let is_served = |all: &[Value]| {
+        let text = serde_json::to_string(all).unwrap();
+        [
+            "metrics-listen: '[::]:15157'",
+            "subjectaccessreviews",
+            "peerpod-metrics-reader",
+            "peerpod-node-metrics",
+        ]
+        .map(|part| text.contains(part))
+    };
+    let all = render(&home.0, &[]).unwrap();
+    assert_eq!((is_served(&all), kinds(&all)), ([true; 4], Vec::new()));
+    let all = render(&home.0, &["--set", "metrics.enabled=false,metrics.podMonitor.enabled=true"]).unwrap();
+    assert_eq!((is_served(&all), kinds(&all)), ([false; 4], Vec::new()));
+    let all = render(&home.0, &["--set", "metrics.podMonitor.enabled=true,metrics.podMonitor.labels.team=a"])
+        .unwrap();
+    let mut found = kinds(&all);
+    found.sort();
+    assert_eq!(found, ["PodMonitor", "PrometheusRule", "ServiceMonitor"]);
+    for object in all.iter().filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1") {
+        assert_eq!(object["metadata"]["labels"]["team"], "a", "{object}");
+        if object["kind"] == "PrometheusRule" {
+            assert!(object["spec"]["groups"][0]["rules"][0]["alert"].is_string(), "{object}");
+        }
+    }
+    let dashboard = all.iter().find(|object| object["metadata"]["name"] == "peerpod-dashboard").unwrap();
+    let dashboard: Value = serde_json::from_str(dashboard["data"]["peerpod.json"].as_str().unwrap()).unwrap();
+    assert_eq!(dashboard["uid"], "peerpod");
+}
+
 /// Checks that `make kustomize` would change no file, and that its output is a valid kustomization.
 #[test]
 fn generated_manifests_are_up_to_date() {
