@@ -34,6 +34,12 @@ const NO_LANDLOCK: &str = "the kernel lacks it, it is off (boot parameter lsm=),
 /// First port that needs no capability.
 const FIRST_FREE_PORT: u16 = 1024;
 
+/// Number of `kexec_file_load`, which the crate libc lacks for some C libraries: x86_64 has its own numbers, and later
+/// architectures share theirs.
+const KEXEC_FILE_LOAD: libc::c_long = if cfg!(target_arch = "x86_64") { 320 } else { 294 };
+#[cfg(target_arch = "x86_64")]
+const _: () = assert!(KEXEC_FILE_LOAD == libc::SYS_kexec_file_load);
+
 /// System calls that are refused with any arguments.
 const REFUSED: [libc::c_long; 58] = [
     // Other programs, and other processes.
@@ -82,7 +88,7 @@ const REFUSED: [libc::c_long; 58] = [
     libc::SYS_finit_module,
     libc::SYS_delete_module,
     libc::SYS_kexec_load,
-    libc::SYS_kexec_file_load,
+    KEXEC_FILE_LOAD,
     libc::SYS_add_key,
     libc::SYS_request_key,
     libc::SYS_keyctl,

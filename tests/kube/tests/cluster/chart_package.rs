@@ -78,7 +78,7 @@ fn values_table() -> String {
             rows.push([
                 format!("`{}`", keys.join(".")),
                 default,
-                std::mem::take(&mut comment).replace('|', "\\|"),
+                std::mem::take(&mut comment).replace('|', "\\|").replace('<', "&lt;"),
             ]);
         }
         comment.clear();
