@@ -155,3 +155,17 @@ fn kubectl_finds_the_program_under_the_name_of_its_plugin() {
     let (out, error, code) = told(&output);
     assert!(code == Some(0) && out.contains("Usage: kubectl peerpod "), "{out} {error}");
 }
+
+#[test]
+fn completions_and_man_pages_have_the_subcommands() {
+    for shell in ["bash", "fish", "zsh"] {
+        let (out, error, code) = told(&peerpod(&["completions", shell], &[]));
+        assert!(code == Some(0) && out.contains("convert-caa"), "{shell}: {error}");
+    }
+    let folder = std::env::temp_dir().join(format!("peerpod-man-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let (_, error, code) = told(&peerpod(&["man", folder.to_str().unwrap()], &[]));
+    assert_eq!((code, error.as_str()), (Some(0), ""));
+    assert!(fs::read_to_string(folder.join("peerpod-config-check.1")).unwrap().contains("mistake"));
+    fs::remove_dir_all(&folder).unwrap();
+}

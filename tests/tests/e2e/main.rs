@@ -7,6 +7,7 @@ mod cases;
 mod crio;
 mod dials;
 mod external;
+mod front_door;
 #[path = "../guest_common/mod.rs"]
 mod guest_common;
 mod guest_log;

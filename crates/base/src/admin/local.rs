@@ -73,3 +73,73 @@ where
 fn is_permitted(stream: &UnixStream) -> bool {
     stream.peer_cred().is_ok_and(|peer| peer.uid() == 0 || peer.uid() == geteuid().as_raw())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream;
+    use std::os::unix::process::CommandExt;
+    use std::path::Path;
+    use std::process::Command;
+
+    use super::*;
+
+    /// Variable with the socket, for the process of another user.
+    const ASK: &str = "PEERPOD_TEST_ASK";
+    const NOBODY: u32 = 65534;
+
+    fn ask(socket: &Path, request: &str) -> String {
+        let mut stream = UnixStream::connect(socket).unwrap();
+        // A refused connection may be closed before the request is written.
+        write!(stream, "{request} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").ok();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok();
+        text
+    }
+
+    #[test]
+    fn asks_as_another_user() {
+        if let Some(socket) = std::env::var_os(ASK) {
+            println!("answer: {:?}", ask(Path::new(&socket), "GET /healthz"));
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_program_answers_its_own_paths_and_no_other_user() {
+        let folder = std::env::temp_dir().join(format!("peerpod-admin-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let socket = folder.join("admin.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(&socket, PermissionsExt::from_mode(0o666)).unwrap();
+        let own = |path: String| async move {
+            match &*path {
+                "/v1/known" => Answer::Json(serde_json::json!({"known": true})),
+                "/v1/broken" => Answer::Failed("it is broken".to_owned()),
+                _ => Answer::NotFound(format!("no {path}")),
+            }
+        };
+        serve(listener, Arc::default(), Ready::default(), own);
+        for (request, status, part) in [
+            ("GET /v1/known", 200, "{\"known\":true}"),
+            ("GET /v1/broken", 500, "it is broken"),
+            ("GET /v1/x", 404, "no /v1/x"),
+            ("POST /v1/known", 405, "only GET"),
+            ("GET /healthz", 200, "ok"),
+            ("GET /readyz", 200, "\"ready\":true"),
+        ] {
+            let answer = ask(&socket, request);
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}")) && answer.contains(part),
+                "{request}: {answer}"
+            );
+        }
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["--exact", "admin::local::tests::asks_as_another_user", "--nocapture"]);
+        let output = command.env(ASK, &socket).uid(NOBODY).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("answer: \"\""), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

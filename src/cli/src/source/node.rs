@@ -9,6 +9,7 @@ use hyper::body::Bytes;
 use hyper::header::HOST;
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use peerpod_base::chain::chain;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
@@ -82,6 +83,7 @@ where
     let response = sender.send_request(request).await?;
     let status = response.status();
     let body = Limited::new(response.into_body(), MOST).collect().await;
-    let body = body.map_err(|error| anyhow::anyhow!("read the answer: {error}"))?.to_bytes();
+    let body =
+        body.map_err(|error| anyhow::anyhow!("read the answer: {}", chain(error.as_ref())))?.to_bytes();
     Ok((status, body))
 }

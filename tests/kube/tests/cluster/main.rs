@@ -8,6 +8,7 @@ mod chart_release;
 mod controller;
 mod controller_world;
 mod crds;
+mod front_door;
 #[path = "../../../tests/images_common/mod.rs"]
 mod images_common;
 mod node;
