@@ -1,24 +1,36 @@
-//! `peerpod config check|print|schema`: checks the configuration of all binaries of a node, and starts nothing.
+//! `peerpod config check|print|schema`: checks the configuration of all programs, and starts nothing.
 //!
-//! A daemon reads its own sections only; this command reads all together, to find a misspelled key in any section.
+//! A program reads its own sections only; this command reads all together, to find a misspelled key in any section.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use peerpod_base::config::{Mistakes, Reader, Setting, Sources, print, schema};
 use peerpod_base::telemetry::LogConfig;
+use peerpod_csi::config::CsiConfig;
 use peerpod_node::config::NodeConfig;
 use peerpod_providers::{Context, Purpose};
 use peerpod_relay::config::RelayConfig;
+use serde_json::{Value, json};
 
 use crate::SETTINGS;
 use crate::convert::{self, Convert};
 
-/// Sections that the binaries of a node read.
-pub(crate) const SECTIONS: [&str; 9] =
-    ["paths", "log", "node", "relay", "tunnel", "provider", "secrets", "cluster", "kubernetes"];
-/// Sections that only the cluster's programs read; not checked here.
-pub(crate) const OTHERS: [&str; 4] = ["controller", "csi", "volumes", "webhook"];
+/// Sections of the shared file, which all programs read together.
+pub(crate) const SECTIONS: [&str; 12] = [
+    "cluster",
+    "controller",
+    "csi",
+    "kubernetes",
+    "log",
+    "node",
+    "paths",
+    "provider",
+    "relay",
+    "secrets",
+    "tunnel",
+    "webhook",
+];
 
 /// Subcommands of `peerpod config`.
 #[derive(Debug, clap::Subcommand)]
@@ -61,7 +73,7 @@ pub(crate) fn run(command: Command, settings: Vec<String>) -> anyhow::Result<Exi
     let answer = match command {
         Command::Check(file) => check(sources(file)),
         Command::Print(file) => read(sources(file)).map(|settings| print(&settings)),
-        Command::Schema => every_setting().map(|settings| format!("{:#}\n", schema(&settings))),
+        Command::Schema => whole_schema().map(|schema| format!("{schema:#}\n")),
         Command::ConvertCaa(arguments) => return convert::run(arguments).map(|()| ExitCode::SUCCESS),
     };
     match answer {
@@ -86,14 +98,22 @@ fn check(sources: Sources) -> Result<String, Mistakes> {
     ))
 }
 
-/// Reads all sections as the binaries do.
+/// Reads all sections as the programs do.
 pub(crate) fn read(sources: Sources) -> Result<Vec<Setting>, Mistakes> {
-    let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
+    let mut reader = Reader::load(sources, &SECTIONS, &[])?;
     ask(&mut reader);
     reader.finish()
 }
 
-fn ask(reader: &mut Reader) {
+/// Reads the keys of every program. A key of several programs is described as for the node, which is read last.
+pub(crate) fn ask(reader: &mut Reader) {
+    peerpod_cluster::read_settings(reader);
+    CsiConfig::read(reader);
+    ask_node(reader);
+}
+
+/// Reads the keys of the programs on a node.
+fn ask_node(reader: &mut Reader) {
     LogConfig::read(reader);
     NodeConfig::read(reader);
     let relay = RelayConfig::read(reader);
@@ -108,9 +128,20 @@ fn ask(reader: &mut Reader) {
     drop(peerpod_providers::read(reader, &context));
 }
 
-/// Returns every setting of every provider in this build, independent of the configuration.
-fn every_setting() -> Result<Vec<Setting>, Mistakes> {
-    peerpod_providers::every_setting(&SECTIONS, &OTHERS, ask)
+/// Returns the JSON Schema of the file. The section of a provider that is not in this build may have any keys.
+fn whole_schema() -> Result<Value, Mistakes> {
+    let mut schema = schema(&every_setting(ask)?);
+    for kind in peerpod_providers::left_out() {
+        let section =
+            json!({"type": ["object", "null"], "description": "this provider is not in this build"});
+        schema["properties"]["provider"]["properties"][kind] = section;
+    }
+    Ok(schema)
+}
+
+/// Returns every setting that `ask` reads with any provider in this build, independent of the configuration.
+fn every_setting(ask: fn(&mut Reader)) -> Result<Vec<Setting>, Mistakes> {
+    peerpod_providers::every_setting(&SECTIONS, &[], ask)
 }
 
 #[cfg(test)]
@@ -158,7 +189,7 @@ mod tests {
 
     #[test]
     fn the_schema_describes_every_section_and_allows_no_other() {
-        let schema = schema(&every_setting().unwrap());
+        let schema = whole_schema().unwrap();
         for section in SECTIONS {
             assert_eq!(schema["properties"][section]["additionalProperties"], false, "{section}");
         }
@@ -166,19 +197,92 @@ mod tests {
         assert!(!schema["properties"]["provider"]["properties"]["libvirt"].is_null());
     }
 
+    /// Returns the providers' kinds without the one that only builds with the tests have.
+    fn shipped_kinds() -> Vec<&'static str> {
+        let mut kinds = [&peerpod_providers::kinds(), peerpod_providers::left_out()].concat();
+        kinds.retain(|kind| *kind != "fake");
+        kinds.sort_unstable();
+        kinds
+    }
+
+    /// Writes sections on lines of their own, and each setting on one line. A null takes back the value of another file,
+    /// but no value that is `needed`.
+    fn write(schema: &Value, needed: bool, indent: usize, text: &mut String) {
+        let Some(properties) = schema["properties"].as_object() else {
+            let is_open = needed || schema["type"] == "object" || schema["type"][1] == "null";
+            let leaf = if is_open { schema.clone() } else { json!({"anyOf": [schema, {"type": "null"}]}) };
+            return text.push_str(&leaf.to_string());
+        };
+        let (space, required) = (" ".repeat(indent), &schema["required"]);
+        text.push_str(&format!("{{\n{space}  \"type\": {},\n", schema["type"]));
+        if !required.is_null() {
+            text.push_str(&format!("{space}  \"required\": {required},\n"));
+        }
+        text.push_str(&format!("{space}  \"additionalProperties\": false,\n{space}  \"properties\": {{\n"));
+        for (number, (name, property)) in properties.iter().enumerate() {
+            text.push_str(&format!("{}{space}    \"{name}\": ", if number == 0 { "" } else { ",\n" }));
+            let needed = required.as_array().is_some_and(|all| all.iter().any(|one| one == name));
+            write(property, needed, indent + 4, text);
+        }
+        text.push_str(&format!("\n{space}  }}\n{space}}}"));
+    }
+
+    /// Removes what must be given: variables may give it instead of the file.
+    fn forget_required(schema: &mut Value) {
+        if let Some(section) = schema.as_object_mut() {
+            section.remove("required");
+            let properties = section.get_mut("properties").and_then(Value::as_object_mut);
+            properties.into_iter().flat_map(|all| all.values_mut()).for_each(forget_required);
+        }
+    }
+
+    /// The chart's value `config` has the schema of the file, without the paths, which the chart sets. It needs the
+    /// provider that nodes and controller share.
+    #[test]
+    fn documented_values_of_the_chart_have_every_key() {
+        let mut schema = whole_schema().unwrap();
+        forget_required(&mut schema);
+        (schema["type"], schema["required"]) = (json!("object"), json!(["provider"]));
+        schema["properties"]["paths"] = json!({"type": "object", "maxProperties": 0,
+            "description": "Set by the value `paths`, which the mounts follow."});
+        let provider = &mut schema["properties"]["provider"];
+        (provider["type"], provider["required"]) = (json!("object"), json!(["kind"]));
+        provider["properties"].as_object_mut().unwrap().remove("fake");
+        provider["properties"]["kind"]["enum"] = json!(shipped_kinds());
+        let mut text = String::new();
+        write(&schema, true, 4, &mut text);
+
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/chart/values.schema.json");
+        let file = std::fs::read_to_string(path).unwrap();
+        let (before, rest) = file.split_once("\n    \"config\": ").unwrap();
+        let (_, after) = rest.split_once(",\n    \"provider\": {\n      \"type\": \"object\",").unwrap();
+        let wanted = format!(
+            "{before}\n    \"config\": {text},\n    \"provider\": {{\n      \"type\": \"object\",{after}"
+        );
+        let read = |text: &str| {
+            let mut all: Value = serde_json::from_str(text).unwrap();
+            // A build without the AWS SDK does not know these.
+            let known = &mut all["properties"]["config"]["properties"]["provider"]["properties"];
+            if peerpod_providers::left_out().contains(&"aws") {
+                known["aws"] = Value::Null;
+            }
+            all
+        };
+        if std::env::var_os("PEERPOD_UPDATE").is_some() && !peerpod_providers::left_out().contains(&"aws") {
+            std::fs::write(path, wanted).unwrap();
+        } else {
+            let why = "deploy/chart/values.schema.json: PEERPOD_UPDATE=1 cargo test documented writes it";
+            assert!(read(&wanted) == read(&file), "{why}, in a build with CLOUDS=1");
+        }
+    }
+
     #[test]
     fn documented_settings_are_up_to_date() {
-        // Builds with and without the AWS SDK have the same page; the AWS provider has the table of its settings. A
-        // build with the tests has their provider, too.
-        let mut kinds = peerpod_providers::kinds();
-        kinds.retain(|kind| *kind != "fake");
-        kinds.push("aws");
-        kinds.sort_unstable();
-        kinds.dedup();
-        let mut settings = every_setting().unwrap();
+        // Builds with and without the AWS SDK have the same page; the AWS provider has the table of its settings.
+        let mut settings = every_setting(ask_node).unwrap();
         settings.retain(|setting| !setting.key.starts_with("provider.aws."));
         for setting in settings.iter_mut().filter(|setting| setting.key == "provider.kind") {
-            setting.schema = serde_json::json!({"enum": kinds});
+            setting.schema = json!({"enum": shipped_kinds()});
         }
         let text = reference::settings(&settings);
         reference::section("configuration.md", "node", &text).unwrap();

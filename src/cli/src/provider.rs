@@ -19,18 +19,17 @@ use peerpod_node::config::NodeConfig;
 use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_providers::{Context, Purpose, Settings};
-use peerpod_relay::config::RelayConfig;
 use tokio::process;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::SETTINGS;
-use crate::config::{OTHERS, SECTIONS};
+use crate::config::SECTIONS;
 
 /// Exit code that a shell reports for a program ended by Ctrl-C.
 const INTERRUPTED: u8 = 130;
 /// Exit code if nothing was done: arguments or a consent are missing.
 const NOT_DONE: u8 = 2;
-/// Time limit of a probe.
+/// Time limit of a probe, and of the preflight.
 const PROBE: Duration = Duration::from_secs(60);
 
 /// Prints a line. A closed output is no error, because the clean-up must still be done.
@@ -148,7 +147,7 @@ fn read(
     node_name: &str,
     purpose: Purpose,
 ) -> Result<(Settings, LogConfig), Mistakes> {
-    let reader = Reader::load(sources.clone(), &SECTIONS, &OTHERS)?;
+    let reader = Reader::load(sources.clone(), &SECTIONS, &[])?;
     if reader.is_set("provider.external.command") {
         let place = match purpose {
             Purpose::Create => "first",
@@ -157,9 +156,9 @@ fn read(
         let socket = folder.join(place).join("provider.sock");
         sources.flags.push(("provider.external.socket".to_owned(), socket.display().to_string()));
     }
-    let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
+    let mut reader = Reader::load(sources, &SECTIONS, &[])?;
+    crate::config::ask(&mut reader);
     let node = NodeConfig::read(&mut reader);
-    RelayConfig::read(&mut reader);
     let context = Context {
         state_dir: folder.to_owned(),
         cluster_id: node.sandbox.cluster_id,
@@ -195,13 +194,17 @@ async fn check(
         true => second(collector, installation).await,
         false => None,
     };
-    if let Ok(found) = provider.preflight().await {
-        for fact in &found.facts {
-            say!("{kind}: {fact}");
-        }
-        for warning in &found.warnings {
-            say!("{kind}: warning: {warning}");
-        }
+    let found = tokio::select! {
+        name = signals.next() => anyhow::bail!("{name}: nothing was made"),
+        found = tokio::time::timeout(PROBE, provider.preflight()) => found
+            .with_context(|| format!("ask provider {kind} for its preflight: no answer within {PROBE:?}"))?
+            .with_context(|| format!("the preflight of provider {kind} failed, so no VM was made"))?,
+    };
+    for fact in &found.facts {
+        say!("{kind}: {fact}");
+    }
+    for warning in &found.warnings {
+        say!("{kind}: warning: {warning}");
     }
     let trial = Arc::new(Trial::new(Arc::new(Configured { provider, collector, words })));
     let mut results: Vec<(&Promise, Checked)> = Vec::new();

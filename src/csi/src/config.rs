@@ -68,7 +68,8 @@ impl CsiConfig {
         Ok((config, log, reader.finish()?))
     }
 
-    fn read(reader: &mut Reader) -> CsiConfig {
+    /// Reads the keys. Mistakes stay with the reader.
+    pub fn read(reader: &mut Reader) -> CsiConfig {
         let run_dir: PathBuf = reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets");
         let state_dir: PathBuf =
             reader.get("paths.state-dir", "/var/lib/peerpod", "folder of the state that survives a restart");

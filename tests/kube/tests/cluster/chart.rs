@@ -50,9 +50,20 @@ impl Drop for Home {
     }
 }
 
+/// Returns the arguments that a render or an installation needs besides these: a provider, or the permission to use the
+/// fake one, which the chart's schema does not know.
+fn provider(words: &[&str]) -> &'static [&'static str] {
+    match words.iter().find(|word| word.ends_with("values.yaml")) {
+        None => &["--set", "config.provider.kind=libvirt"],
+        Some(values) if values.ends_with("tests/fake/values.yaml") => &["--skip-schema-validation"],
+        Some(_) => &[],
+    }
+}
+
 pub(super) fn render(home: &Path, more: &[&str]) -> anyhow::Result<Vec<Value>> {
     let chart = project("deploy/chart");
-    let words = [&["template", "peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
+    let words = ["template", "peerpod", chart.to_str().unwrap(), "-n", NAMESPACE];
+    let words = [&words, provider(more), more].concat();
     objects(&helm(home, &words)?)
 }
 
@@ -68,13 +79,18 @@ fn the_chart_lints_and_refuses_meaningless_values() {
     let chart = project("deploy/chart");
     for (_, values) in providers() {
         let words = ["lint", "--strict", chart.to_str().unwrap(), "-f", values.to_str().unwrap()];
-        helm(&home.0, &words).unwrap();
+        helm(&home.0, &[&words, provider(&words)].concat()).unwrap();
     }
     for (bad, named) in [
         ("relay.updateStrategy=Recreate", "updateStrategy"),
         ("node.replicas=3", "replicas"),
         ("config.nodes.name=x", "nodes"),
         ("config.paths.run-dir=/x", "paths"),
+        ("config.node.leese=5m", "leese"),
+        ("config.webhook.totals=all", "totals"),
+        ("config.provider.kind=clowd", "kind"),
+        ("config.provider.kind=null", "kind"),
+        ("config.provider=null", "provider"),
         ("image.digest=sha256:12", "digest"),
         ("rollout.peerPodConfig.limit=ten", "limit"),
         ("name=Peerpod", "name"),
@@ -166,17 +182,9 @@ fn generated_manifests_are_up_to_date() {
 #[test]
 fn the_programs_accept_every_providers_values() {
     let home = Home::new("config");
-    let schema = Command::new(program("peerpod").unwrap()).args(["config", "schema"]).output().unwrap();
-    let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
-    let built = &schema["properties"]["provider"]["properties"]["kind"]["enum"];
-    let built: BTreeSet<&str> = built.as_array().unwrap().iter().filter_map(Value::as_str).collect();
     let mut kinds = BTreeSet::new();
     let mut skipped = Vec::new();
     for (name, values) in providers() {
-        if !built.contains(name.as_str()) {
-            skipped.push(name);
-            continue;
-        }
         let all = render(&home.0, &["-f", values.to_str().unwrap()]).unwrap();
         let config = object(&all, "ConfigMap", "peerpod-config").unwrap();
         let file = home.0.join(format!("{name}.yaml"));
@@ -190,6 +198,11 @@ fn the_programs_accept_every_providers_values() {
             (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
         };
         let (code, said) = check("peerpod", &["config", "check"]);
+        if said.contains("not in this build") {
+            assert!(code == Some(1) && said.contains("CLOUDS=1") && said.contains("has 1 mistake"), "{said}");
+            skipped.push(name);
+            continue;
+        }
         assert_eq!(code, Some(0), "{name}: {said}");
         // 2 means mistakes in the configuration. 1 means none, and that there is no API server here.
         let away = ["--kubernetes.kubeconfig", "/nonexistent"];
@@ -420,7 +433,12 @@ async fn installs_on_a_real_api_server() {
     let foreign = ["Issuer", "Certificate"];
     let modes: [&[&str]; 3] = [
         &[],
-        &["--set", "rollout.mode=config", "--set", "rollout.peerPodConfig.create=true"],
+        &[
+            "--set",
+            "rollout.mode=config",
+            "--set",
+            "rollout.peerPodConfig.create=true",
+        ],
         &["--set", "webhook.certificate.source=cert-manager", "--set", "pullSecrets.enabled=false"],
     ];
     for (name, values) in providers() {
@@ -522,7 +540,7 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
 
 pub(super) fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
     let chart = project("deploy/chart");
-    let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], more].concat();
+    let words = [verb, &["peerpod", chart.to_str().unwrap(), "-n", NAMESPACE], provider(more), more].concat();
     cluster.helm(&words)
 }
 

@@ -108,7 +108,7 @@ async fn a_peer_pod_config_becomes_daemon_sets_of_its_nodes() {
     ];
     let cluster = Cluster::start(Options { controllers, ..Options::default() }).await.unwrap();
     let values = peerpod_test_kube::project("tests/fake/values.yaml");
-    let set = ["--set", "rollout.mode=config", "-f", values.to_str().unwrap()];
+    let set = ["--set", "rollout.mode=config", "--skip-schema-validation", "-f", values.to_str().unwrap()];
     cluster.install(OWN, &set).unwrap();
     assert!(get(&cluster, "daemonset", "peerpod-node").unwrap().is_null(), "the controller makes them");
     let class = || get(&cluster, "runtimeclass", "kata-remote").unwrap();
@@ -213,9 +213,9 @@ async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
     .unwrap();
     let values = peerpod_test_kube::project("tests/fake/values.yaml");
     let chart = peerpod_test_kube::project("deploy/chart");
-    let words =
-        ["upgrade", "peerpod", chart.to_str().unwrap(), "-n", OWN, "--set", "rollout.mode=config", "-f"];
-    cluster.helm(&[&words[..], &[values.to_str().unwrap()]].concat()).unwrap();
+    let words = ["upgrade", "peerpod", chart.to_str().unwrap(), "-n", OWN, "--set", "rollout.mode=config"];
+    let values = ["--skip-schema-validation", "-f", values.to_str().unwrap()];
+    cluster.helm(&[&words[..], &values].concat()).unwrap();
     assert!(!get(cluster, "runtimeclass", "kata-remote").unwrap().is_null());
     let hooks = get(cluster, "mutatingwebhookconfiguration", "peerpod-webhook").unwrap()["webhooks"].clone();
     assert_eq!(hooks.as_array().map(Vec::len), Some(1), "{hooks}");
