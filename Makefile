@@ -144,7 +144,7 @@ bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture controller webhook
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture check controller webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side, of the CSI wrapper and, with
 # KATA_DIR, of pods on a real node; then each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it

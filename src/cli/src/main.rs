@@ -3,6 +3,7 @@
 //!
 //! Exit codes: 0 success; 1 the command failed, or found a fault; 2 the arguments are wrong.
 
+mod check;
 mod config;
 mod convert;
 mod inspect;
@@ -48,6 +49,9 @@ struct Cli {
 enum Command {
     /// Shows whether pods can start: node and relay, or controller, programs and nodes; exit code 1 if not
     Status(status::Args),
+    /// Checks node, container runtime, Kata, cluster, network and provider; exit code 1 if there is a fault
+    #[command(after_help = SETTINGS)]
+    Check(check::Args),
     /// Lists the peer pods
     List(inspect::List),
     /// Shows one peer pod: record, VM, stages, Events, last lines of the console
@@ -90,7 +94,7 @@ impl Command {
     fn takes_settings(&self) -> bool {
         match self {
             Command::Config(command) => command.takes_settings(),
-            Command::Provider(_) | Command::Sysdump(_) => true,
+            Command::Check(_) | Command::Provider(_) | Command::Sysdump(_) => true,
             _ => false,
         }
     }
@@ -98,6 +102,7 @@ impl Command {
     fn run(self, settings: Vec<String>) -> anyhow::Result<ExitCode> {
         match self {
             Command::Config(command) => config::run(command, settings),
+            Command::Check(args) => block_on(check::run(args, settings)),
             Command::Provider(command) => provider::run(command, settings),
             Command::Completions { shell } => {
                 let mut script = Vec::new();

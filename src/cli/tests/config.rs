@@ -169,3 +169,16 @@ fn completions_and_man_pages_have_the_subcommands() {
     assert!(fs::read_to_string(folder.join("peerpod-config-check.1")).unwrap().contains("mistake"));
     fs::remove_dir_all(&folder).unwrap();
 }
+
+#[test]
+fn provider_check_ends_at_a_failed_preflight_with_its_cause() {
+    let file = File::new(
+        "no-libvirtd",
+        "provider:\n  kind: libvirt\n  libvirt:\n    uri: qemu:///system?socket=/nonexistent/libvirt-sock\n    volume: v.qcow2\n",
+    );
+    let (out, error, code) = told(&peerpod(&["provider", "check", file.path(), "--yes"], &[]));
+    assert_eq!(code, Some(1), "{out}\n{error}");
+    assert!(error.contains("the preflight of provider libvirt failed, so no VM was made: "), "{error}");
+    assert!(error.contains("/nonexistent/libvirt-sock"), "{error}");
+    assert!(!out.contains("1/"), "no promise was tried: {out}");
+}

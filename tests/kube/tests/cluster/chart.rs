@@ -379,6 +379,36 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
 }
 
+/// Renders the Job of `peerpod check`: it has the rights of the node's daemon, and changes no file of the node.
+#[test]
+fn the_check_is_a_job_with_the_nodes_rights() {
+    let home = Home::new("check");
+    assert!(render(&home.0, &[]).unwrap().iter().all(|object| object["kind"] != "Job"));
+    let more = ["--set", "check.enabled=true", "--set", "check.nodes=3"];
+    let all = render(&home.0, &more).unwrap();
+    let job = object(&all, "Job", "peerpod-check-1").unwrap();
+    assert_eq!((&job["spec"]["completions"], &job["spec"]["parallelism"]), (&json!(3), &json!(3)));
+    let (spec, node) = (
+        &job["spec"]["template"]["spec"],
+        &object(&all, "DaemonSet", "peerpod-node").unwrap()["spec"]["template"]["spec"],
+    );
+    for same in ["serviceAccountName", "nodeSelector", "tolerations", "hostNetwork", "securityContext"] {
+        assert_eq!(spec[same], node[same], "{same}");
+    }
+    let container = &spec["containers"][0];
+    assert_eq!(container["securityContext"], node["containers"][0]["securityContext"]);
+    assert_eq!(container["command"], json!(["/usr/bin/peerpod", "check", "--root", "/host"]));
+    for mount in container["volumeMounts"].as_array().unwrap() {
+        assert!(mount["readOnly"] == true || mount["mountPath"] == "/tmp", "{mount}");
+    }
+    let rules = &object(&all, "ClusterRole", "peerpod-check").unwrap()["rules"];
+    for rule in rules.as_array().unwrap() {
+        let reads = |verb: &Value| ["get", "list"].contains(&verb.as_str().unwrap());
+        assert!(rule["verbs"].as_array().unwrap().iter().all(reads), "{rule}");
+    }
+    assert!(render(&home.0, &["--set", "check.nodes=0"]).is_err());
+}
+
 /// Containers' bundles and volumes' targets are named by the node's paths. Node and relay mount them there, read-only
 /// and with mount propagation. No other role mounts them.
 fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&str]) {
@@ -438,6 +468,8 @@ async fn installs_on_a_real_api_server() {
             "rollout.mode=config",
             "--set",
             "rollout.peerPodConfig.create=true",
+            "--set",
+            "check.enabled=true",
         ],
         &["--set", "webhook.certificate.source=cert-manager", "--set", "pullSecrets.enabled=false"],
     ];

@@ -5,6 +5,7 @@
 mod chart;
 mod chart_package;
 mod chart_release;
+mod check;
 mod controller;
 mod controller_world;
 mod crds;

@@ -1,0 +1,98 @@
+//! Checks the configured provider by its preflight, which makes nothing. The check is a node of its own (`check-…`), so
+//! it finds and removes nothing of a running node.
+
+use std::time::Duration;
+
+use peerpod_base::config::Reader;
+use peerpod_provider_api::Preflight;
+use peerpod_providers::{Context, Purpose};
+
+use super::config::Config;
+use super::item::{Area, Item, failed, skipped, warning};
+use crate::config::{SECTIONS, ask};
+
+/// Time limit of the preflight.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// Runs the provider's preflight. Beside a running node, a provider with VMs on the node itself is not asked: its
+/// networks belong to that node's daemon.
+pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
+    let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
+    let Ok(mut reader) = Reader::load(config.sources.clone(), &SECTIONS, &[]) else { return Vec::new() };
+    let context = Context {
+        state_dir: folder.clone(),
+        cluster_id: config.text("node.cluster-id"),
+        node_name: format!("check-{}", std::process::id()),
+        purpose: Purpose::Create,
+    };
+    // The keys of the other sections are known, too.
+    ask(&mut reader);
+    let settings = peerpod_providers::read(&mut reader, &context);
+    let kind = settings.kind().to_owned();
+    if is_running && settings.is_free() {
+        return vec![Area::Provider.item(&kind, skipped("peerpod-node reports its preflight"))];
+    }
+    if reader.finish().is_err() {
+        return vec![Area::Provider.item(&kind, skipped("its settings have mistakes"))];
+    }
+    let answer = async {
+        let provider = settings.open("check".to_owned()).await?;
+        provider.preflight().await
+    };
+    let answer = match tokio::time::timeout(ANSWER, answer).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {ANSWER:?}")),
+    };
+    // Made by the provider's opening where it keeps records.
+    drop(std::fs::remove_dir_all(&folder));
+    items(&kind, answer)
+}
+
+/// Makes one item of the answer, one each of image and quotas where the provider names them, and one per warning.
+fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
+    let found = match answer {
+        Ok(found) => found,
+        Err(why) => {
+            let remedy = format!("follow the text; docs/install-{kind}.md lists rights and settings");
+            return vec![Area::Provider.item(kind, failed(why, remedy))];
+        }
+    };
+    let (special, others): (Vec<_>, Vec<_>) =
+        found.facts.iter().partition(|fact| fact.starts_with("image ") || fact.starts_with("quota "));
+    let others: Vec<&str> = others.into_iter().map(String::as_str).collect();
+    let mut items = vec![Area::Provider.item(kind, Ok(others.join("; ")))];
+    for fact in special {
+        let name = fact.split(' ').next().unwrap_or_default();
+        items.push(Area::Provider.item(name, Ok(fact.clone())));
+    }
+    let remedy = format!("follow the text, or accept it; see docs/install-{kind}.md");
+    items.extend(found.warnings.iter().map(|why| Area::Provider.item(kind, warning(why, &remedy))));
+    items
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::item::Verdict;
+
+    #[test]
+    fn image_quotas_and_warnings_are_items_of_their_own() {
+        let facts = ["account 1", "image ami-1 for x86_64", "quota CPUS: 3 of 8 in use"].map(str::to_owned);
+        let found = Preflight {
+            facts: facts.to_vec(),
+            warnings: vec!["small subnet".to_owned()],
+            ..Preflight::default()
+        };
+        let shown: Vec<_> =
+            items("aws", Ok(found)).into_iter().map(|item| (item.name, item.verdict)).collect();
+        let expected = [
+            ("provider/aws", Verdict::Ok),
+            ("provider/image", Verdict::Ok),
+            ("provider/quota", Verdict::Ok),
+            ("provider/aws", Verdict::Warning),
+        ];
+        assert_eq!(shown, expected.map(|(name, verdict)| (name.to_owned(), verdict)));
+        let item = items("aws", Err("allow ec2:CreateFleet".to_owned())).remove(0);
+        assert_eq!((item.verdict, item.cause.as_str()), (Verdict::Failed, "allow ec2:CreateFleet"));
+    }
+}

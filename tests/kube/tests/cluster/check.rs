@@ -1,0 +1,206 @@
+//! Tests `peerpod check` on a node with the real daemons and a real API server: a healthy node has no fault, and each
+//! thing that is broken on purpose is named with its remedy.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use peerpod_test_kube::{program, project, wait_for};
+use peerpod_world::Settings;
+use serde_json::Value;
+
+use super::node_common::{LIMIT, NODE, Rig};
+
+const CONTAINERD: &str = "etc/containerd/config.toml";
+const HANDLER: &str = "etc/containerd/conf.d/kata-remote.toml";
+const SHIM: &str = "opt/kata/bin/containerd-shim-kata-v2";
+const KATA: &str = "opt/kata/share/defaults/kata-containers/configuration-remote.toml";
+
+/// Result of one check.
+struct Report {
+    items: Vec<Value>,
+    code: Option<i32>,
+}
+
+impl Report {
+    /// Returns cause and remedy of the items with this verdict.
+    fn of(&self, verdict: &str) -> Vec<String> {
+        let items = self.items.iter().filter(|item| item["verdict"] == verdict);
+        items.map(|item| format!("{}: {} => {}", item["name"], item["cause"], item["remedy"])).collect()
+    }
+
+    /// Checks that this item failed, and that its remedy has these words.
+    fn names(&self, name: &str, remedy: &str) {
+        let found = self.items.iter().find(|item| item["name"] == name && item["verdict"] == "failed");
+        let found = found.unwrap_or_else(|| panic!("{name} is not named: {:#?}", self.items));
+        let shown = found["remedy"].as_str().unwrap();
+        assert!(shown.contains(remedy), "{name}: {shown}");
+        println!("✗ {name}: {} => {shown}", found["cause"]);
+        assert_eq!(self.code, Some(1));
+    }
+}
+
+/// The files of a node with Kata, below another root folder.
+struct Node<'r> {
+    rig: &'r Rig,
+    root: PathBuf,
+}
+
+impl Node<'_> {
+    fn write(&self, path: &str, text: &str) {
+        let path = self.root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn kata(&self) -> String {
+        let shipped = fs::read_to_string(project("deploy/kata/configuration-remote-rs.toml")).unwrap();
+        let socket = self.rig.daemons.hypervisor_socket();
+        shipped.replace("/run/peerpod/hypervisor.sock", socket.to_str().unwrap())
+    }
+
+    /// Writes everything as an installed node has it.
+    fn heal(&self) {
+        self.write(CONTAINERD, "version = 3\nimports = [\"/etc/containerd/conf.d/*.toml\"]\n");
+        self.write(HANDLER, &fs::read_to_string(project("deploy/kata/containerd-2.toml")).unwrap());
+        self.write(SHIM, "ELF Kata Containers containerd shim (Rust): id: ");
+        self.write(KATA, &self.kata());
+    }
+
+    fn admin(&self) -> PathBuf {
+        self.rig.cluster.folder().join("admin.kubeconfig")
+    }
+
+    /// Runs the check on the node, as JSON.
+    fn check(&self, kubeconfig: &Path, more: &[&str]) -> Report {
+        let output = self.output(kubeconfig, &[&["-o", "json"], more].concat());
+        let read: Value = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|why| panic!("{why}: {}", String::from_utf8_lossy(&output.stderr)));
+        Report { items: read["items"].as_array().unwrap().clone(), code: output.status.code() }
+    }
+
+    fn output(&self, kubeconfig: &Path, more: &[&str]) -> std::process::Output {
+        let mut command = Command::new(program("peerpod").unwrap());
+        command.arg("check").arg("--config").arg(self.rig.daemons.config()).arg("--root").arg(&self.root);
+        command.arg(format!("--kubernetes.kubeconfig={}", kubeconfig.display())).args(more);
+        command.env("PEERPOD_TESTING", "1");
+        self.rig.world.node().run(|| command.output()).unwrap().unwrap()
+    }
+
+    fn runtime(&self, version: &str) {
+        let empty = [
+            "architecture",
+            "bootID",
+            "kernelVersion",
+            "kubeProxyVersion",
+            "kubeletVersion",
+            "machineID",
+            "operatingSystem",
+            "osImage",
+            "systemUUID",
+        ];
+        let mut info: serde_json::Map<String, Value> =
+            empty.iter().map(|key| ((*key).to_owned(), "x".into())).collect();
+        info.insert("containerRuntimeVersion".to_owned(), format!("containerd://{version}").into());
+        let status = serde_json::json!({"status": {"nodeInfo": info}}).to_string();
+        let words = ["patch", "node", NODE, "--subresource=status", "--type=merge", "-p", &status];
+        self.rig.cluster.kubectl(&words).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_check_names_each_fault_and_its_remedy() {
+    let mut rig = Rig::start(Settings::none()).await;
+    rig.daemons().await;
+    rig.wait_capacity(Some("50")).await;
+    let root = rig.world.folder().join("host");
+    let node = Node { rig: &rig, root: root.clone() };
+    node.heal();
+    node.runtime("1.7.24");
+    let mut report = node.check(&node.admin(), &[]);
+    // The condition follows the capacity.
+    wait_for("a node without faults", LIMIT, async || {
+        report = node.check(&node.admin(), &[]);
+        Ok(report.of("failed").is_empty().then_some(()))
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}: {:#?}\n{}", report.of("failed"), rig.daemons.log_tails()));
+    assert_eq!(report.code, Some(0));
+    let warnings = report.of("warning");
+    let known =
+        |text: &String| text.contains("VM sizes are not enforced") || text.contains("kernel/localhost");
+    assert!(warnings.iter().all(known), "{warnings:#?}");
+    let text = String::from_utf8(node.output(&node.admin(), &[]).stdout).unwrap();
+    println!("{text}");
+    assert!(text.contains("✓ kata/configuration") && text.contains(" 0 faults"), "{text}");
+    peerpod_tests::report("check_items", report.items.len() as f64);
+
+    faults_of_the_files(&node);
+    faults_of_the_cluster(&node);
+    // Before an installation the daemons' ports are free.
+    let report = node.check(&node.admin(), &["--pre"]);
+    report.names("network/relay.listen", "set relay.listen to another one");
+    report.names("network/node.admin-listen", "ss -ltnp");
+    let libvirt =
+        ["--provider.kind=libvirt", "--provider.libvirt.uri=qemu:///system?socket=/nonexistent/sock"];
+    let report =
+        node.check(&node.admin(), &[&libvirt[..], &["--provider.libvirt.volume=v", "--pre"]].concat());
+    report.names("provider/libvirt", "docs/install-libvirt.md");
+
+    rig.daemons.kill_relay().unwrap();
+    let node = Node { rig: &rig, root };
+    wait_for(
+        "the node to miss its relay",
+        LIMIT,
+        async || Ok((rig.readyz()["ready"] == false).then_some(())),
+    )
+    .await
+    .unwrap();
+    let report = node.check(&node.admin(), &[]);
+    report.names("daemons/hypervisor-socket", "start peerpod-relay");
+    report.names("daemons/node relay", "log of peerpod-node");
+    report.names("daemons/relay", "start peerpod-relay");
+}
+
+/// Breaks the runtime's and Kata's files, one after another.
+fn faults_of_the_files(node: &Node<'_>) {
+    let admin = node.admin();
+    let handler = fs::read_to_string(node.root.join(HANDLER)).unwrap();
+    node.runtime("1.6.20");
+    node.write(KATA, &node.kata().replace("experimental = [\"force_guest_pull\"]", "experimental = []"));
+    let report = node.check(&admin, &[]);
+    report.names("runtime/version", "link /usr/local/bin/containerd-shim-kata-remote-v2");
+    report.names("kata/key runtime.experimental", "[\"force_guest_pull\"]");
+    // The configuration of Kata's Go shim, which the Rust shim does not read.
+    node.runtime("2.1.0");
+    node.write(KATA, &fs::read_to_string(project("deploy/kata/configuration-remote-go.toml")).unwrap());
+    node.write(HANDLER, &handler.replace("pod_annotations", "annotations"));
+    let report = node.check(&admin, &["--tunnel.prot=4789"]);
+    report.names("kata/key hypervisor.remote.hypervisor_socket", "configuration-remote-rs.toml");
+    report.names("runtime/annotations", "io.katacontainers.*");
+    report.names("configuration/settings", "peerpod config check");
+    fs::remove_file(node.root.join(SHIM)).unwrap();
+    node.check(&admin, &[]).names("kata/shim", "install Kata");
+    node.write(HANDLER, &handler.replace("version = 3", "version = 2"));
+    node.check(&admin, &[]).names("runtime/handler", "containerd-1.toml");
+    node.write(HANDLER, "");
+    node.check(&admin, &[]).names("runtime/handler", "ConfigMap peerpod-kata");
+    node.heal();
+}
+
+/// Takes objects and rights of the cluster away.
+fn faults_of_the_cluster(node: &Node<'_>) {
+    let (admin, cluster) = (node.admin(), &node.rig.cluster);
+    // The rig's account has no right in the group events.k8s.io.
+    let report = node.check(&cluster.folder().join("node.kubeconfig"), &[]);
+    report.names("cluster/rights", "deploy/chart/files/rbac/node.yaml");
+    let away = fs::read_to_string(&admin).unwrap().replace(&format!(":{}", cluster.port()), ":1");
+    let file = cluster.folder().join("away.kubeconfig");
+    fs::write(&file, away).unwrap();
+    node.check(&file, &[]).names("cluster/api-server", "correct the kubeconfig");
+    cluster.kubectl(&["delete", "runtimeclass", "kata-remote"]).unwrap();
+    cluster.kubectl(&["delete", "crd", "peerpodvolumes.confidentialcontainers.org"]).unwrap();
+    let report = node.check(&admin, &[]);
+    report.names("cluster/runtime-class", "runtimeClass.create");
+    report.names("cluster/custom-resources", "peerpod-cluster crds");
+}
