@@ -173,9 +173,8 @@ async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
         let (stream, _) = acceptor.next(|| listener.accept()).await;
         let (registry, ready) = (registry.clone(), ready.clone());
         tokio::spawn(async move {
-            let answer = |request: Request<Incoming>| {
-                std::future::ready(respond(&request, &registry, &ready))
-            };
+            let answer =
+                |request: Request<Incoming>| std::future::ready(respond(&request, &registry, &ready));
             connection(stream, answer).await;
             drop(place);
         });
