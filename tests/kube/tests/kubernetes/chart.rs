@@ -276,6 +276,10 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
     let case = Case::of(on.node, "users");
     case.script("talks", "Never", script)?;
     case.ready("talks")?;
+    let restarts = |pod: &str| -> anyhow::Result<Value> {
+        Ok(case.get(&format!("pod/{pod}"))?["status"]["containerStatuses"][0]["restartCount"].clone())
+    };
+    let before = json!({ "p": restarts("p")?, "talks": restarts("talks")? });
     let exec =
         Counting::start(on, &["-n", "users", "exec", "p", "--", "sh", "-c", &format!("{script}; exit 7")])?;
     let logs = Counting::start(on, &["-n", "users", "logs", "-f", "talks"])?;
@@ -317,9 +321,8 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
         exec.0, logs.0
     );
     for pod in ["p", "talks"] {
-        let restarts =
-            case.get(&format!("pod/{pod}"))?["status"]["containerStatuses"][0]["restartCount"].clone();
-        ensure!(restarts == 0, "{restarts} restarts of {pod}");
+        let (before, after) = (&before[pod], restarts(pod)?);
+        ensure!(*before == after, "{before} restarts of {pod} before the upgrade, {after} after it");
     }
     case.kubectl(&["delete", "pod", "talks", "--timeout=120s"]).map(drop)
 }
