@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::future::Future;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -126,12 +127,8 @@ pub async fn build(
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;
     let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
-    let trust = parts.trust.clone();
-    // The relay's certificate ends with the oldest CA, which signs it.
-    expiries(&mut registry, move || vec![("node-ca", trust.read().not_after())]);
     parts.start(&mut tasks, &ready).await;
-    let tracer = open_tracer(&config, &metrics, &mut tasks);
-    let settings = Settings { tracer, ..parts.sandbox_settings(&config) };
+    let settings = parts.sandbox_settings(&config, open_tracer(&config, &metrics, &mut tasks));
     let sandboxes = Sandboxes::new(parts.ports.clone(), settings, metrics.clone());
     let (records, quarantined, unread) = (kept.records.len(), kept.quarantined, kept.unread.clone());
     let orphans = || Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
@@ -148,11 +145,8 @@ pub async fn build(
     }
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
-    let registry = Arc::new(registry);
-    let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
-    if let (Some(cluster), Some(listen)) = (&cluster, config.metrics_listen) {
-        cluster.serve_metrics(&mut tasks, registry.clone(), (listen, config.relay_admin)).await?;
-    }
+    let (admin, registry) =
+        serve_admin(&config, cluster.as_ref(), registry, (&parts.trust, &ready), &mut tasks).await?;
     let about = AboutNode::new(&config, parts.provider.name(), &installation);
     let questions = Questions::new(about, sandboxes.clone(), parts.relay.clone(), ready.clone(), listed);
     let third = questions.serve(&config.run_dir, registry)?;
@@ -163,9 +157,7 @@ pub async fn build(
     let (listener, second) = bind(&config.run_dir.join("volumes.sock"))?;
     let volumes = rpc::volumes::serve(listener, sandboxes.clone()).await.context("serve volumes.sock")?;
     drop(starting);
-    if let Some(cluster) = &cluster {
-        cluster.serve(&mut tasks);
-    }
+    cluster.iter().for_each(|cluster| cluster.serve(&mut tasks));
     info!(
         version = env!("CARGO_PKG_VERSION"),
         cluster = config.sandbox.cluster_id,
@@ -187,6 +179,31 @@ pub async fn build(
         ready,
         tasks,
     })
+}
+
+/// Serves the admin port, and the port for scrapers, if one is set. Returns the address of the admin port, and the metrics.
+async fn serve_admin(
+    config: &NodeConfig,
+    cluster: Option<&Cluster>,
+    mut registry: Registry,
+    (trust, ready): (&SharedTrust, &Ready),
+    tasks: &mut Tasks,
+) -> Result<(SocketAddr, Arc<Registry>)> {
+    let trust = trust.clone();
+    // The relay's certificate ends with the oldest CA, which signs it.
+    expiries(&mut registry, move || vec![("node-ca", trust.read().not_after())]);
+    let registry = Arc::new(registry);
+    let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
+    match (cluster, config.metrics_listen) {
+        (Some(cluster), Some(listen)) => {
+            cluster.serve_metrics(tasks, registry.clone(), (listen, config.relay_admin)).await?;
+        }
+        (None, Some(_)) => {
+            warn!("node.metrics-listen has no effect outside a cluster, which permits the callers");
+        }
+        (_, None) => {}
+    }
+    Ok((admin, registry))
 }
 
 /// Starts the export of traces, if a receiver is set.
@@ -323,7 +340,7 @@ impl Parts {
         spawn(tasks, "rotation of the CA", rotation);
     }
 
-    fn sandbox_settings(&self, config: &NodeConfig) -> Settings {
+    fn sandbox_settings(&self, config: &NodeConfig, tracer: Tracer) -> Settings {
         let Capabilities { max_batch, guest_memory_mib, .. } = self.provider.capabilities();
         let guest_memory_mib = config.guest_memory(guest_memory_mib);
         info!(mib = guest_memory_mib, "memory that each pod's VM has besides the pod's own");
@@ -331,6 +348,7 @@ impl Parts {
             guest_addresses: self.addresses.to_text(None),
             max_batch: config.max_batch(max_batch),
             guest_memory_mib,
+            tracer,
             ..config.sandbox.clone()
         }
     }

@@ -97,19 +97,12 @@ impl GuestAddress {
 }
 
 /// Reads the address for scrapers.
-fn metrics_listen(reader: &mut Reader, is_in_cluster: bool) -> Option<SocketAddr> {
-    let listen: Option<SocketAddr> = reader.optional(
+fn metrics_listen(reader: &mut Reader) -> Option<SocketAddr> {
+    reader.optional(
         "node.metrics-listen",
         "address and port of /metrics (of the node) and /relay/metrics over TLS, for callers whose token may get the \
          URL /metrics by the API server's answer; when not set, no such port is opened",
-    );
-    if listen.is_some() && !is_in_cluster {
-        reader.mistake(
-            "node.metrics-listen",
-            "needs a cluster, which answers for the callers; set cluster.node-name",
-        );
-    }
-    listen
+    )
 }
 
 fn batch(reader: &mut Reader) -> bool {
@@ -155,7 +148,7 @@ impl NodeConfig {
                 "127.0.0.1:15153",
                 "address and port of /metrics, /healthz and /readyz",
             ),
-            metrics_listen: metrics_listen(reader, cluster.is_some()),
+            metrics_listen: metrics_listen(reader),
             relay_addresses: relay_addresses(reader),
             otlp_endpoint: reader.optional(
                 "node.otlp-endpoint",
