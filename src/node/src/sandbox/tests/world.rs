@@ -247,6 +247,7 @@ impl World {
                 expected: Vec::new(),
                 shown: BTreeMap::new(),
                 said: Vec::new(),
+                progress: Vec::new(),
                 dice: Dice::new(seed),
             }),
             scripted_creates: Mutex::default(),
