@@ -293,11 +293,11 @@ mod tests {
         let Metrics { sandboxes, guests, cluster, traces, .. } = Metrics::new(&mut registry);
         sandboxes.stage("x", 0);
         sandboxes.stops.count("x");
-        traces.get_or_create(&[("result", "sent")]);
+        traces.get_or_create(&[("result", "sent")]).inc();
         sandboxes.failures.count("x");
         sandboxes.start_failures.count("x");
         sandboxes.vm(None, Some(Chosen::default()));
-        guests.image_pulls.get_or_create(&[("result", "done")]);
+        guests.image_pulls.get_or_create(&[("result", "done")]).inc();
         sandboxes.notices.count("x");
         sandboxes.recoveries.count("x");
         guests.stage("x", 0);
