@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod clouds;
 mod life;
 mod machine;
 mod nics;

@@ -4,9 +4,6 @@
 use super::machine;
 use super::relay;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::net::TcpListener;
-use std::sync::{Arc, Mutex};
 
 use machine::{Folder, Vm, Wanted, run};
 use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket};
@@ -20,7 +17,7 @@ const SANDBOX: &str = "sandbox-1";
 const HOST: &str = "10.0.2.2";
 const NIC: [&str; 4] = ["-netdev", "user,id=n", "-device", "virtio-net-pci,netdev=n"];
 
-fn user_data(relay: &Relay, port: u16, lease_seconds: u32) -> UserData {
+pub(super) fn user_data(relay: &Relay, port: u16, lease_seconds: u32) -> UserData {
     UserData {
         version: 1,
         ticket: UserDataTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
@@ -33,7 +30,7 @@ fn user_data(relay: &Relay, port: u16, lease_seconds: u32) -> UserData {
     }
 }
 
-fn words(words: &[&str]) -> Vec<String> {
+pub(super) fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
@@ -43,7 +40,7 @@ fn fw_cfg(folder: &Folder, user_data: &UserData) -> Vec<String> {
     words(&["-fw_cfg", &format!("name=opt/io.peerpod/user-data,file={}", file.display())])
 }
 
-fn plan(lease_seconds: u32) -> Personalise {
+pub(super) fn plan(lease_seconds: u32) -> Personalise {
     let mut plan = Personalise::new();
     (plan.version, plan.sandbox_id) = (1, SANDBOX.into());
     (plan.lease_seconds, plan.agent_timeout_ms) = (lease_seconds, 60_000);
@@ -62,14 +59,14 @@ fn plan(lease_seconds: u32) -> Personalise {
     plan
 }
 
-struct Home {
-    runtime: Runtime,
-    relay: Relay,
-    port: u16,
+pub(super) struct Home {
+    pub(super) runtime: Runtime,
+    pub(super) relay: Relay,
+    pub(super) port: u16,
 }
 
 impl Home {
-    fn new() -> Home {
+    pub(super) fn new() -> Home {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
         let (relay, port) = runtime.block_on(async {
@@ -174,73 +171,6 @@ fn user_data_is_found_on_disks_of_each_kind() {
         home.relay.up(&home.runtime);
         assert!(said.contains("found user-data"), "{said}");
     }
-}
-
-const TOKEN: &str = "bm90aGluZw==";
-
-/// Serves this user-data as EC2's metadata service (version 2, which demands a token), each answer in a connection of
-/// its own. Returns its port on this machine, and the log of requests and answers.
-fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let asked = Arc::<Mutex<Vec<String>>>::default();
-    let heard = asked.clone();
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(mut stream) = stream else { return };
-            let lines = BufReader::new(&stream).lines().map_while(Result::ok);
-            let request: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
-            let has = |header: &str| request.iter().any(|line| line.eq_ignore_ascii_case(header));
-            let line = request.first().cloned().unwrap_or_default();
-            let (status, body) = match line.as_str() {
-                "PUT /latest/api/token HTTP/1.1" if has("x-aws-ec2-metadata-token-ttl-seconds: 60") => {
-                    ("200 OK", TOKEN)
-                }
-                "GET /latest/user-data HTTP/1.1" if has(&format!("x-aws-ec2-metadata-token: {TOKEN}")) => {
-                    ("200 OK", user_data.as_str())
-                }
-                _ => ("401 Unauthorized", ""),
-            };
-            heard.lock().unwrap().push(format!("{line}: {status}"));
-            let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n", body.len());
-            // A client that does not wait for the answer will ask again.
-            drop(write!(stream, "{head}Connection: close\r\n\r\n{body}"));
-        }
-    });
-    (port, asked)
-}
-
-/// Uses the provider's own description: firmware strings, address, token. Nothing else can be reached from this
-/// network, least of all a metadata service of the machine that the test runs on.
-#[test]
-fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
-    let folder = Folder::new("ec2");
-    let mut home = Home::new();
-    let mut user_data = user_data(&home.relay, home.port, 300);
-    user_data.node.addresses = vec![format!("169.254.169.100:{}", home.port).parse().unwrap()];
-    let (port, asked) = metadata_service(user_data.to_json());
-    let forward = |to: &str, port: u16| format!(",guestfwd=tcp:{to}-cmd:/bin/busybox nc 127.0.0.1 {port}");
-    let network = "user,id=n,restrict=on,net=169.254.169.0/24".to_owned()
-        + &forward("169.254.169.254:80", port)
-        + &forward(&format!("169.254.169.100:{}", home.port), home.port);
-    let qemu = words(&[
-        "-netdev",
-        &network,
-        "-device",
-        "virtio-net-pci,netdev=n",
-        "-smbios",
-        "type=1,manufacturer=Amazon EC2",
-    ]);
-    let vm = Vm::boot(&folder, Wanted { qemu, ..Wanted::default() });
-    let said = vm.says("the link is up");
-    home.relay.up(&home.runtime);
-    assert!(said.contains("found user-data"), "{said}");
-    let asked = asked.lock().unwrap();
-    // A slow service is asked again; an abandoned connection had no request in it yet.
-    let answered: Vec<&String> = asked.iter().filter(|line| !line.starts_with(':')).collect();
-    assert!(answered.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
-    assert!(answered.first().is_some_and(|first| first.starts_with("PUT ")), "{asked:?}");
-    assert!(answered.iter().any(|line| line.starts_with("GET ")), "{asked:?}");
 }
 
 /// Tests `ip=` of the kernel command line.

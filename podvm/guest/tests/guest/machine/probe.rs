@@ -6,6 +6,7 @@ use std::thread;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -93,6 +94,15 @@ fn main() {
         std::mem::forget(file);
         say("wrote");
     }
+    if does("cloud-disks") {
+        let google = b"Google  PersistentDisk  pp-one";
+        let descriptor = [&[2, 1, 0, google.len() as u8][..], google].concat();
+        let page = [&[0, 0x83, 0, descriptor.len() as u8][..], &descriptor].concat();
+        cover(&disk_with("device/vpd_pg83", b"pp-one").join("device/vpd_pg83"), "page", &page);
+        let model = disk_with("device/serial", b"azure").join("device/model");
+        cover(&model, "model", b"MSFT NVMe Accelerator v1.0              \n");
+        say("disguised disks");
+    }
     if does("stop-serve") {
         let serve = pid_of("peerpod-guest serve").unwrap();
         // SAFETY: a signal.
@@ -118,6 +128,27 @@ fn main() {
         say(&format!("resolv {resolv}"));
         said = resolv;
     }
+}
+
+/// Waits for a disk whose attribute contains these bytes; returns its folder in sysfs.
+fn disk_with(attribute: &str, bytes: &[u8]) -> PathBuf {
+    loop {
+        for disk in fs::read_dir("/sys/class/block").unwrap().flatten() {
+            let content = fs::read(disk.path().join(attribute)).unwrap_or_default();
+            if content.windows(bytes.len()).any(|part| part == bytes) { return disk.path() }
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Mounts a file with other content over a file of sysfs.
+fn cover(file: &Path, name: &str, content: &[u8]) {
+    let other = format!("/run/cover-{name}");
+    fs::write(&other, content).unwrap();
+    let (other, file) = (text(&other), text(file.to_str().unwrap()));
+    // SAFETY: two strings that end, and no data.
+    let done = unsafe { mount(other.as_ptr(), file.as_ptr(), std::ptr::null(), MS_BIND, std::ptr::null()) };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
 fn mounted_overlay() -> bool {
