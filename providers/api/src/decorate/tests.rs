@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use super::*;
+use crate::Chosen;
 use crate::capabilities::OPTIONAL;
 
 /// Provider that answers creates from a script and records the keys of the calls.
