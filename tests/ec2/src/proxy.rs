@@ -53,6 +53,8 @@ pub(crate) struct Shared {
     faults: Mutex<Faults>,
     rates: Mutex<Rates>,
     is_expired: AtomicBool,
+    /// Most VMs in a page of DescribeInstances; 0: as many as the call wants.
+    page: AtomicUsize,
     started: Instant,
     calls: Mutex<Vec<Call>>,
     tokens: Mutex<HashMap<(String, String), Token>>,
@@ -113,6 +115,7 @@ impl Proxy {
             faults: Mutex::default(),
             rates: Mutex::default(),
             is_expired: AtomicBool::new(false),
+            page: AtomicUsize::new(0),
             started: Instant::now(),
             calls: Mutex::default(),
             tokens: Mutex::default(),
@@ -188,6 +191,11 @@ impl Proxy {
     /// Makes the next `times` calls of an action fail.
     pub fn fail(&self, action: &str, fault: Fault, times: u32) {
         self.faults().next.push((action.to_owned(), fault, times));
+    }
+
+    /// Sets the most VMs in a page of DescribeInstances.
+    pub fn set_page(&self, vms: usize) {
+        self.shared.page.store(vms, Ordering::Relaxed);
     }
 
     /// Hides new VMs and volumes for this time.
@@ -331,7 +339,12 @@ impl Shared {
             } else {
                 None
             };
-            let fault = if refused.is_none() { faults.next(action) } else { None };
+            let mut fault = None;
+            if refused.is_none() {
+                // As in the fakes of tests/clouds.
+                let later = params.contains_key("NextToken").then(|| format!("{action} second page"));
+                fault = later.and_then(|name| faults.next(&name)).or_else(|| faults.next(action));
+            }
             (fault, refused, faults.lag, faults.boot)
         };
         if let Some(refused) = refused {
@@ -409,10 +422,14 @@ impl Shared {
     async fn done(
         self: &Arc<Self>,
         action: &str,
-        params: Params,
+        mut params: Params,
         lag: Duration,
         boot: Duration,
     ) -> anyhow::Result<Answer> {
+        let page = self.page.load(Ordering::Relaxed);
+        if page > 0 && action == "DescribeInstances" && params.contains_key("MaxResults") {
+            params.insert("MaxResults".to_owned(), page.to_string());
+        }
         let mut answer = match action {
             "CreateFleet" => rules::fleet(self, params).await?,
             "RunInstances" => rules::run(self, params).await?,

@@ -119,3 +119,24 @@ async fn what_was_made_is_seen_late_and_answers_can_be_lost() {
     let all = proxy.ask("DescribeInstances", &[]).await.unwrap();
     assert_eq!(xml::items(&all, "instancesSet").len(), 2, "and yet it was done");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_has_pages_and_a_later_page_can_be_lost() {
+    let proxy = Proxy::start().await.unwrap();
+    for _ in 0..3 {
+        assert_eq!(run(&proxy, &[]).await.0, 200);
+    }
+    proxy.set_page(2);
+    let list = async |more: &[(&str, &str)]| {
+        let params = [&[("MaxResults", "1000")][..], more].concat();
+        proxy.call("DescribeInstances", &params).await.map(|(_, answer)| answer)
+    };
+    let first = list(&[]).await.unwrap();
+    let next = [("NextToken", xml::value(&first, "nextToken").unwrap())];
+    proxy.fail("DescribeInstances second page", Fault::Reset, 1);
+    list(&[]).await.unwrap();
+    list(&next).await.unwrap_err();
+    let second = list(&next).await.unwrap();
+    let vms = |answer: &str| xml::items(answer, "instancesSet").len();
+    assert_eq!((vms(&first), vms(&second)), (2, 1));
+}

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use peerpod_provider_api::conformance::Harness;
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_aws::AwsProvider;
-use peerpod_test_ec2::xml;
+use peerpod_test_ec2::{Fault, xml};
 use peerpod_tests::cloud::report_promise;
 
 use super::common::{Cloud, stranger};
@@ -58,6 +58,15 @@ impl Harness for Ec2 {
 
     fn collector(&self) -> Option<Arc<dyn Provider>> {
         Some(self.cloud.collector())
+    }
+
+    fn page(&self) -> Option<u32> {
+        self.cloud.proxy.set_page(2);
+        Some(2)
+    }
+
+    async fn lose_page(&self) {
+        self.cloud.proxy.fail("DescribeInstances second page", Fault::Reset, 1);
     }
 
     fn record(&self, is_kept: bool) {
