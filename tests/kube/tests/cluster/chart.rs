@@ -383,7 +383,7 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
 #[test]
 fn the_check_is_a_job_with_the_nodes_rights() {
     let home = Home::new("check");
-    assert!(render(&home.0, &[]).unwrap().iter().all(|object| object["kind"] != "Job"));
+    assert!(object(&render(&home.0, &[]).unwrap(), "Job", "peerpod-check-1").is_err());
     let more = ["--set", "check.enabled=true", "--set", "check.nodes=3"];
     let all = render(&home.0, &more).unwrap();
     let job = object(&all, "Job", "peerpod-check-1").unwrap();
