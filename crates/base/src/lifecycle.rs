@@ -39,8 +39,9 @@ impl Shutdown {
     }
 }
 
-/// Makes a shutdown that SIGTERM and SIGINT trigger. SIGUSR1 switches the level of the log to `debug`, and back. A second signal ends the process at once, with the exit code that
-/// a shell gives for it (128 + number): a second Ctrl-C means an immediate end.
+/// Makes a shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once, with the exit code that a
+/// shell gives for it (128 + number): a second Ctrl-C means an immediate end. SIGUSR1 switches the level of the log to
+/// `debug`, and back.
 pub fn signals() -> std::io::Result<Shutdown> {
     let shutdown = Shutdown::default();
     let mut terminate = signal(SignalKind::terminate())?;

@@ -2,6 +2,7 @@
 //!
 //! A program reads its own sections only; this command reads all together, to find a misspelled key in any section.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -78,7 +79,8 @@ pub(crate) fn run(command: Command, settings: Vec<String>) -> anyhow::Result<Exi
     };
     match answer {
         Ok(text) => {
-            print!("{text}");
+            // A closed output is no error.
+            std::io::stdout().write_all(text.as_bytes()).ok();
             Ok(ExitCode::SUCCESS)
         }
         Err(mistakes) => {

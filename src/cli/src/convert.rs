@@ -67,7 +67,7 @@ pub(crate) fn run(Convert { out, helm, manifests }: Convert) -> anyhow::Result<(
     let converted = convert(variables)?;
     let yaml = if helm { converted.values()? } else { converted.file()? };
     match &out {
-        None => print!("{yaml}"),
+        None => drop(std::io::stdout().write_all(yaml.as_bytes())),
         Some(path) => write(path, &yaml)?,
     }
     if !converted.lost.is_empty() {

@@ -203,7 +203,8 @@ impl Description {
         }
         for EventLine { at, kind, reason, count, message } in events {
             let age = at.map(since).unwrap_or_default();
-            writeln!(text, "  {age:>4}  {kind} {reason} (x{count}) {}", safe(message)).ok();
+            let shown = safe(&format!("{kind} {reason} (x{count}) {message}"));
+            writeln!(text, "  {age:>4}  {shown}").ok();
         }
         if !console.is_empty() {
             writeln!(text, "\nend of the console").ok();

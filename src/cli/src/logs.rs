@@ -8,7 +8,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
@@ -49,6 +49,8 @@ struct Line {
 pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let vm = source.find(&args.name).await?;
+    // Every line contains an empty id.
+    ensure!(!vm.sandbox.is_empty(), "{}: its PeerPod names no sandbox, so no line is of it", args.name);
     let mut lines = Vec::new();
     match &source {
         Source::Cluster(cluster) if args.file.is_empty() => {

@@ -146,7 +146,10 @@ fn main() -> ExitCode {
         }
     };
     command.run(settings).unwrap_or_else(|error| {
-        eprintln!("peerpod: {}", peerpod_base::chain::chain(error.as_ref()));
+        // Texts of clouds and of the API server must not drive the terminal.
+        let text = peerpod_base::chain::chain(error.as_ref());
+        let lines: Vec<String> = text.lines().map(output::safe).collect();
+        eprintln!("peerpod: {}", lines.join("\n"));
         ExitCode::FAILURE
     })
 }

@@ -172,7 +172,7 @@ fn read(
 }
 
 /// Returns a random number, so that VMs left by an interrupted check are never taken for those of this one.
-fn fresh() -> u64 {
+pub(crate) fn fresh() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
     RandomState::new().build_hasher().finish() % 1_000_000
 }

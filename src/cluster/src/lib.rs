@@ -6,8 +6,8 @@
 //! has mistakes.
 //!
 //! The webhook uses Kubernetes and no provider. The controller uses providers only through their table; it also rolls
-//! out the nodes' DaemonSets ([`rollout`]) and gives nodes the pull secrets of their pods ([`secrets`]). Both roles
-//! share a CA ([`authority`]) and a TLS server ([`serve`]).
+//! out the nodes' DaemonSets (`rollout`) and gives nodes the pull secrets of their pods (`secrets`). Both roles
+//! share a CA (`authority`) and a TLS server (`serve`).
 
 mod authority;
 mod controller;

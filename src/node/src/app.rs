@@ -196,7 +196,7 @@ async fn serve_admin(
     let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
     match (cluster, config.metrics_listen) {
         (Some(cluster), Some(listen)) => {
-            cluster.serve_metrics(tasks, registry.clone(), (listen, config.relay_admin)).await?;
+            cluster.serve_metrics(tasks, registry.clone(), (listen, config.relay_admin));
         }
         (None, Some(_)) => {
             warn!("node.metrics-listen has no effect outside a cluster, which permits the callers");

@@ -24,7 +24,7 @@ use peerpod_base::admin::Ready;
 use peerpod_kube::client;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
 pub(crate) use config::ClusterConfig;
@@ -42,6 +42,8 @@ use pods::Reflector;
 use scrape::Scrape;
 use writer::Writer;
 
+/// Pause before a taken metrics port is tried again.
+const PORT_AGAIN: Duration = Duration::from_secs(10);
 /// Longest time that a VM waits for its record: the pod's lookup and the write together.
 const ANNOUNCE: Duration = Duration::from_millis(900);
 /// Time that the removal of the capacity may take at exit.
@@ -119,17 +121,30 @@ impl Cluster {
         spawn(tasks, "heartbeat", async move { heartbeat::run(calls, &config).await });
     }
 
-    /// Binds the port for scrapers, and serves the metrics of node and relay to permitted callers from now on.
-    pub(crate) async fn serve_metrics(
+    /// Serves the metrics of node and relay to permitted callers. A port that is taken stops no pod: the readiness has a
+    /// warning until the port is free.
+    pub(crate) fn serve_metrics(
         &self,
         tasks: &mut Tasks,
         registry: Arc<Registry>,
         (address, relay): (SocketAddr, SocketAddr),
-    ) -> anyhow::Result<()> {
-        let parts = (registry, self.calls.clone(), self.config.node_name.as_str());
-        let scrape = Scrape::bind(address, relay, parts).await?;
-        spawn(tasks, "metrics port", scrape.run());
-        Ok(())
+    ) {
+        let (calls, node, ready) = (self.calls.clone(), self.config.node_name.clone(), self.ready.clone());
+        spawn(tasks, "metrics port", async move {
+            loop {
+                match Scrape::bind(address, relay, (registry.clone(), calls.clone(), &node)).await {
+                    Ok(scrape) => {
+                        ready.settled("metrics-port");
+                        return scrape.run().await;
+                    }
+                    Err(error) => {
+                        warn!("{error:#}");
+                        ready.warn("metrics-port", &format!("{error:#}"));
+                    }
+                }
+                sleep(PORT_AGAIN).await;
+            }
+        });
     }
 
     /// Removes the capacity at exit, if it still belongs to this daemon.

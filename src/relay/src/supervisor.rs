@@ -20,6 +20,8 @@ const CHILD: &str = "--relay.replaced=end";
 pub async fn keep() -> io::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    // It switches the level of a relay's log, and must not end this process.
+    let _level = signal(SignalKind::user_defined1())?;
     let mut told = async || {
         tokio::select! {
             _ = terminate.recv() => Signal::SIGTERM,

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::output::safe;
+
 /// Page of the documents that has the anchors of all items.
 pub(super) const PAGE: &str = "docs/troubleshooting.md";
 
@@ -140,9 +142,9 @@ impl Report {
                 Verdict::Failed => '✗',
                 Verdict::Skipped => '-',
             };
-            text += &format!("{sign} {name}: {cause}\n");
+            text += &format!("{}\n", safe(&format!("{sign} {name}: {cause}")));
             if !remedy.is_empty() {
-                text += &format!("    remedy: {remedy}\n    see {docs}\n");
+                text += &format!("    remedy: {}\n    see {docs}\n", safe(remedy));
             }
         }
         format!("{text}\n{} items: {} faults, {} warnings\n", self.items.len(), self.failed, self.warnings)

@@ -1,6 +1,9 @@
 //! Checks the configured provider by its preflight, which makes nothing. The check is a node of its own (`check-…`), so
 //! it finds and removes nothing of a running node.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
@@ -10,6 +13,7 @@ use peerpod_providers::{Context, Purpose};
 use super::config::Config;
 use super::item::{Area, Item, failed, skipped, warning};
 use crate::config::{SECTIONS, ask};
+use crate::provider::fresh;
 
 /// Time limit of the preflight.
 const ANSWER: Duration = Duration::from_secs(60);
@@ -17,10 +21,24 @@ const ANSWER: Duration = Duration::from_secs(60);
 /// Runs the provider's preflight. Beside a running node, a provider with VMs on the node itself is not asked: its
 /// networks belong to that node's daemon.
 pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
-    let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
+    // Nobody else may make it first.
+    let folder = std::env::temp_dir().join(format!("peerpod-check-{}-{}", std::process::id(), fresh()));
+    if let Err(why) = DirBuilder::new().mode(0o700).create(&folder) {
+        let why = format!("make {}: {why}", folder.display());
+        return vec![
+            Area::Provider.item("folder", failed(why, "free space, or set TMPDIR to another folder")),
+        ];
+    }
+    let items = ask_provider(config, is_running, &folder).await;
+    drop(std::fs::remove_dir_all(&folder));
+    items
+}
+
+/// Runs the preflight with this folder for the provider's records.
+async fn ask_provider(config: &Config, is_running: bool, folder: &Path) -> Vec<Item> {
     let Ok(mut reader) = Reader::load(config.sources.clone(), &SECTIONS, &[]) else { return Vec::new() };
     let context = Context {
-        state_dir: folder.clone(),
+        state_dir: folder.to_owned(),
         cluster_id: config.text("node.cluster-id"),
         node_name: format!("check-{}", std::process::id()),
         purpose: Purpose::Create,
@@ -43,8 +61,6 @@ pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
         Ok(answer) => answer.map_err(|error| error.to_string()),
         Err(_) => Err(format!("no answer within {ANSWER:?}")),
     };
-    // Made by the provider's opening where it keeps records.
-    drop(std::fs::remove_dir_all(&folder));
     items(&kind, answer)
 }
 

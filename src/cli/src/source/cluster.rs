@@ -12,6 +12,8 @@ use serde::de::DeserializeOwned;
 const PAGE: u32 = 500;
 /// Limit of one container's log, in bytes.
 const LOG: i64 = 16 << 20;
+/// The API server cuts the end off beyond that size, so the last lines are asked for.
+const LOG_LINES: i64 = 50_000;
 /// Label that the chart gives to the pods of Peerpod itself.
 const OURS: &str = "app.kubernetes.io/name=peerpod";
 
@@ -94,6 +96,7 @@ impl Cluster {
         let params = LogParams {
             container: Some(container.to_owned()),
             timestamps: true,
+            tail_lines: Some(LOG_LINES),
             limit_bytes: Some(LOG),
             ..LogParams::default()
         };

@@ -179,7 +179,7 @@ impl Status {
             let shown = if wide { usize::MAX } else { SHOWN };
             writeln!(text, "\nfailing ({}):", self.failing.len()).ok();
             for Failing { pod, node, phase, cause } in self.failing.iter().take(shown) {
-                writeln!(text, "  {pod} on {node}, {phase}: {}", safe(cause)).ok();
+                writeln!(text, "  {}", safe(&format!("{pod} on {node}, {phase}: {cause}"))).ok();
             }
         }
         text

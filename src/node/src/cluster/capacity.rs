@@ -214,7 +214,10 @@ impl Capacity {
         }
         match self.patch_status("withdraw the capacity of", self.removal(&self.owner)).await {
             Ok(_) => info!(resource = self.resource, "capacity withdrawn"),
-            Err(error) if error.status() == Some(422) || error.is_not_found() => {}
+            Err(error) if error.status() == Some(422) => {
+                warn!(resource = self.resource, "the capacity belongs to another daemon and stays");
+            }
+            Err(error) if error.is_not_found() => {}
             Err(error) => return Err(error),
         }
         Ok(())
