@@ -36,6 +36,9 @@ impl Rate {
     }
 }
 
+/// Least wait that a refusal asks for.
+const LEAST_WAIT: Duration = Duration::from_micros(1);
+
 /// Counters of one cloud.
 #[derive(Debug, Default)]
 pub struct Rates {
@@ -85,7 +88,8 @@ impl Rates {
             Rate::Bucket { per_minute, .. } => (1.0 - *left) / per_minute,
             Rate::Minute { .. } => minutes.floor() + 1.0 - minutes,
         };
-        Err(Duration::from_secs_f64((wait * 60.0 / speed).min(3_600.0)))
+        // Rounded down to nothing, it would end no caller's wait.
+        Err(Duration::from_secs_f64((wait * 60.0 / speed).min(3_600.0)).max(LEAST_WAIT))
     }
 }
 
