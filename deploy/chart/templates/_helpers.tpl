@@ -150,13 +150,14 @@ seLinuxOptions:
 {{- end }}
 
 {{- /* Changes with the ConfigMap and the Secrets whose content the pods have as variables and files, so that an upgrade
-restarts the pods. Empty where Helm cannot read them, as in `helm template`. Of an object in the cluster it has the version:
-a hash of a Secret would confirm a guess of the content. */ -}}
+restarts the pods. Of an object in the cluster it has the version: a hash of a Secret would confirm a guess of the content.
+With `provider.secret` each revision of the release is a change, for the same reason. `helm template` asks no cluster, so it
+finds no object; an install or upgrade without the right to get them fails. */ -}}
 {{- define "peerpod.references" -}}
 {{- $p := .Values.provider -}}
 {{- $names := list (list "ConfigMap" $p.configMapName) (list "Secret" $p.filesSecretName) -}}
 {{- if $p.secret -}}
-{{- print (toJson $p.secret | sha256sum | trunc 8) " " -}}
+{{- print "revision/" .Release.Revision " " -}}
 {{- else -}}
 {{- $names = append $names (list "Secret" $p.secretName) -}}
 {{- end -}}
