@@ -19,6 +19,10 @@ use crate::source::{Cluster, Source, SourceArgs};
 
 /// Containers of Peerpod with lines about a sandbox.
 const CONTAINERS: [&str; 2] = ["node", "relay"];
+/// Beginnings of the names of their pods.
+const DAEMONS: [&str; 2] = ["peerpod-node-", "peerpod-relay-"];
+/// File with the namespace of the pod in which the command runs.
+const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 /// Folder of the files that kubelet keeps, one folder for each pod.
 const KUBELET: &str = "/var/log/pods";
 /// Bytes at the end of each file that are read.
@@ -54,7 +58,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut lines = Vec::new();
     match &source {
         Source::Cluster(cluster) if args.file.is_empty() => {
-            for (origin, text) in of_cluster(cluster, Some(&vm.node)).await? {
+            for (origin, text) in of_cluster(cluster, &vm.node).await? {
                 lines.extend(select(&text, &origin, &vm.sandbox));
             }
         }
@@ -80,35 +84,46 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the logs of Peerpod's containers on this node, or on all nodes, each with the container's name.
+/// Returns the logs of Peerpod's containers on this node, each with the container's name.
+async fn of_cluster(cluster: &Cluster, node: &str) -> anyhow::Result<Vec<(String, String)>> {
+    let mut logs = Vec::new();
+    for (name, (pod, container)) in containers(cluster, Some(node)).await? {
+        match cluster.log(&pod, &container).await {
+            Ok(text) => logs.push((name, text)),
+            Err(error) => eprintln!("peerpod: {error}"),
+        }
+    }
+    Ok(logs)
+}
+
+/// Returns Peerpod's containers with lines about a sandbox on this node, or else all on all nodes: the log's name, the
+/// pod, and the container.
 ///
 /// # Errors
-/// The API server refuses or is away. A container without a log is left out.
-pub(crate) async fn of_cluster(
+/// The API server refuses or is away.
+pub(crate) async fn containers(
     cluster: &Cluster,
     node: Option<&str>,
-) -> anyhow::Result<Vec<(String, String)>> {
-    let mut logs = Vec::new();
+) -> anyhow::Result<Vec<(String, (Pod, String))>> {
+    let mut found = Vec::new();
     for pod in cluster.ours::<Pod>("Pods").await? {
         let Some(spec) = &pod.spec else { continue };
         if node.is_some() && spec.node_name.as_deref() != node {
             continue;
         }
-        for container in &spec.containers {
-            if node.is_some() && !CONTAINERS.contains(&&*container.name) {
-                continue;
-            }
-            let name = match node {
-                Some(_) => container.name.clone(),
-                None => format!("{}.{}", pod.name_any(), container.name),
-            };
-            match cluster.log(&pod, &container.name).await {
-                Ok(text) => logs.push((name, text)),
-                Err(error) => eprintln!("peerpod: {error}"),
+        for container in spec.containers.iter().map(|container| container.name.clone()) {
+            match node {
+                Some(_) if CONTAINERS.contains(&&*container) => {
+                    found.push((container.clone(), (pod.clone(), container)));
+                }
+                Some(_) => {}
+                None => {
+                    found.push((format!("{}.{container}", pod.name_any()), (pod.clone(), container)));
+                }
             }
         }
     }
-    Ok(logs)
+    Ok(found)
 }
 
 /// Returns the named files, or else those that kubelet keeps of Peerpod's containers on this machine.
@@ -122,7 +137,9 @@ pub(crate) fn files(named: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
     let folders =
         |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut found = Vec::new();
-    for pod in folders(Path::new(KUBELET)).filter(|pod| pod.to_string_lossy().contains("peerpod")) {
+    let namespace = std::fs::read_to_string(NAMESPACE_FILE).ok();
+    let namespace = namespace.as_deref().map(str::trim);
+    for pod in folders(Path::new(KUBELET)).filter(|pod| is_of_peerpod(pod, namespace)) {
         for container in CONTAINERS {
             found.extend(
                 folders(&pod.join(container)).filter(|path| path.extension().is_some_and(|end| end == "log")),
@@ -137,6 +154,15 @@ pub(crate) fn files(named: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
     }
     found.sort();
     Ok(found)
+}
+
+/// Whether kubelet's folder NAMESPACE_POD_UID is of a pod of Peerpod's DaemonSets, in this namespace if it is known.
+fn is_of_peerpod(folder: &Path, namespace: Option<&str>) -> bool {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let [of, pod, _] = name.split('_').collect::<Vec<_>>()[..] else { return false };
+    // A DaemonSet appends one word to its name.
+    let of_daemon = |daemon: &&str| pod.strip_prefix(*daemon).is_some_and(|word| !word.contains('-'));
+    DAEMONS.iter().any(of_daemon) && namespace.is_none_or(|namespace| namespace == of)
 }
 
 /// Returns the end of a file, without an incomplete first line.
@@ -217,5 +243,21 @@ mod tests {
         assert!(lines[1].at < lines[0].at && lines[0].at < lines[2].at);
         assert_eq!(origin(Path::new("/var/log/pods/a_peerpod-node-x_u/relay/0.log"), "log"), "relay");
         assert_eq!(origin(Path::new("/tmp/node.log"), "log"), "node");
+    }
+
+    #[test]
+    fn only_folders_of_peerpods_own_pods_are_read() {
+        let is_ours = |name: &str, namespace| is_of_peerpod(&Path::new(KUBELET).join(name), namespace);
+        assert!(is_ours("peerpod-system_peerpod-node-x7k2p_uid", None));
+        assert!(is_ours("peerpod-system_peerpod-relay-x7k2p_uid", Some("peerpod-system")));
+        assert!(!is_ours("other_peerpod-node-x7k2p_uid", Some("peerpod-system")));
+        for name in [
+            "peerpod-apps_web-1_uid",
+            "a_my-peerpod-node-x_uid",
+            "a_peerpod-node-app-x_uid",
+            "peerpod-node-x",
+        ] {
+            assert!(!is_ours(name, None), "{name}");
+        }
     }
 }

@@ -8,7 +8,7 @@ mod node;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -18,6 +18,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use tar::{Builder, Header};
 
+use crate::output::safe;
 use crate::source::{Source, SourceArgs};
 
 /// Size limit of the archive's content, in bytes. Later parts are left out, and named as such.
@@ -44,6 +45,10 @@ struct Dump {
     archive: Builder<GzEncoder<File>>,
     seconds: u64,
     size: usize,
+    /// Size limit of the content, in bytes.
+    most: usize,
+    /// Whether a part was left out because of that limit.
+    is_full: bool,
     /// Name and size of each part.
     parts: Vec<(String, usize)>,
     failures: Vec<String>,
@@ -85,10 +90,17 @@ impl Dump {
     }
 
     fn put(&mut self, name: &str, text: &str) -> anyhow::Result<()> {
-        if self.size.saturating_add(text.len()) > MOST {
-            self.failures.push(format!("{name}: left out, the archive's limit of {MOST} bytes is reached"));
+        if self.size.saturating_add(text.len()) > self.most {
+            self.is_full = true;
+            let most = self.most;
+            self.failures.push(format!("{name}: left out, the archive's limit of {most} bytes is reached"));
             return Ok(());
         }
+        self.append(name, text)
+    }
+
+    /// Adds a part beyond the limit as well.
+    fn append(&mut self, name: &str, text: &str) -> anyhow::Result<()> {
         self.size += text.len();
         let mut header = Header::new_gnu();
         header.set_size(text.len().try_into()?);
@@ -100,37 +112,85 @@ impl Dump {
         Ok(())
     }
 
+    /// Whether there is a part in one of these folders; an empty name stands for every part.
+    fn has(&self, folders: &[&str]) -> bool {
+        self.parts.iter().any(|(name, _)| folders.iter().any(|folder| name.starts_with(folder)))
+    }
+
     /// Writes the list of failures and completes the file.
     fn finish(mut self) -> anyhow::Result<Vec<(String, usize)>> {
         let failures = self.failures.join("\n");
-        self.text("failures.txt", &failures)?;
+        self.append("failures.txt", &hide::text(&failures))?;
         let file = self.archive.into_inner()?.finish()?;
         file.sync_all().context("write the archive")?;
         Ok(self.parts)
     }
 }
 
-/// Writes the archive and prints its table of contents.
+/// Writes the archive, prints its table of contents, and the failures to stderr. Exits with 1 if the source gave nothing.
 pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let seconds = u64::try_from(Timestamp::now().as_second()).unwrap_or_default();
     let out = args.out.unwrap_or_else(|| PathBuf::from(format!("peerpod-sysdump-{seconds}.tar.gz")));
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&out);
-    let file =
-        file.with_context(|| format!("create {}; remove it or name another with --out", out.display()))?;
-    let archive = Builder::new(GzEncoder::new(file, Compression::default()));
-    let mut dump = Dump { archive, seconds, size: 0, parts: Vec::new(), failures: Vec::new() };
-    match source {
+    let mut dump = create(&out, seconds, MOST)?;
+    let folders: &[&str] = match source {
         Source::Node(node) => {
             node::collect(&mut dump, &node, (args.config, settings), args.file).await?;
+            &node::ANSWERS
         }
-        Source::Cluster(cluster) => cluster::collect(&mut dump, &cluster).await?,
-    }
+        Source::Cluster(cluster) => {
+            cluster::collect(&mut dump, &cluster).await?;
+            &[""]
+        }
+    };
+    let failures = hide::text(&dump.failures.join("\n"));
+    let code = if dump.has(folders) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     let mut text = String::new();
     for (name, size) in dump.finish()? {
         text.push_str(&format!("{size:>10}  {name}\n"));
     }
+    for failure in failures.lines() {
+        eprintln!("peerpod: {}", safe(failure));
+    }
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{text}{}", out.display())?;
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
+}
+
+/// Creates the archive, which only its owner can read. `most`: size limit of its content, in bytes.
+fn create(out: &Path, seconds: u64, most: usize) -> anyhow::Result<Dump> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(out);
+    let file =
+        file.with_context(|| format!("create {}; remove it or name another with --out", out.display()))?;
+    let archive = Builder::new(GzEncoder::new(file, Compression::default()));
+    let (parts, failures) = (Vec::new(), Vec::new());
+    Ok(Dump { archive, seconds, size: 0, most, is_full: false, parts, failures })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns an archive in a file that is removed at once.
+    pub(super) fn small(name: &str, most: usize) -> Dump {
+        let path = std::env::temp_dir().join(format!("peerpod-{name}-{}", std::process::id()));
+        let dump = create(&path, 0, most).unwrap();
+        std::fs::remove_file(path).unwrap();
+        dump
+    }
+
+    #[tokio::test]
+    async fn a_dump_without_an_answer_has_failures_alone() {
+        let mut dump = small("no-answer", MOST);
+        let away = crate::source::Node::new("/nowhere/node.sock".into());
+        node::sandboxes(&mut dump, &away).await.unwrap();
+        dump.text("versions/kernel.txt", "Linux").unwrap();
+        assert!(!dump.has(&node::ANSWERS) && dump.has(&[""]));
+        assert!(dump.failures[0].starts_with("sandboxes/list: "), "{:?}", dump.failures);
+        dump.text("node/readyz.txt", "ok").unwrap();
+        assert!(dump.has(&node::ANSWERS));
+        dump.most = 0;
+        let parts = dump.finish().unwrap();
+        assert_eq!(parts.last().unwrap().0, "failures.txt");
+    }
 }

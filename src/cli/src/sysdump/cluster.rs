@@ -43,15 +43,30 @@ pub(super) async fn collect(dump: &mut Dump, cluster: &Cluster) -> anyhow::Resul
     });
     dump.value_of("events", events.map_err(Into::into))?;
     dump.value_of("configuration", configuration(cluster).await)?;
-    match logs::of_cluster(cluster, None).await {
+    match logs::containers(cluster, None).await {
         Ok(found) => {
-            for (name, text) in found {
-                dump.text(&format!("logs/{name}.log"), &text)?;
-            }
-            Ok(())
+            let read = async |(pod, container): &(Pod, String)| Ok(cluster.log(pod, container).await?);
+            each_log(dump, found, read).await
         }
         Err(error) => dump.failed("logs", &error),
     }
+}
+
+/// Adds one log after the other, and names those that the archive's limit leaves out.
+async fn each_log<T>(
+    dump: &mut Dump,
+    logs: Vec<(String, T)>,
+    read: impl AsyncFn(&T) -> anyhow::Result<String>,
+) -> anyhow::Result<()> {
+    for (name, log) in logs {
+        let name = format!("logs/{name}.log");
+        if dump.is_full {
+            dump.failures.push(format!("{name}: left out, the archive is full"));
+        } else {
+            dump.text_of(&name, read(&log).await)?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns Peerpod's ConfigMaps with their documents parsed, so that [`super::hide`] sees the keys' names.
@@ -65,4 +80,26 @@ async fn configuration(cluster: &Cluster) -> anyhow::Result<Value> {
         json!({"name": map.name_any(), "namespace": map.namespace(), "files": documents.collect::<serde_json::Map<_, _>>()})
     });
     Ok(parsed.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::sysdump::tests::small;
+
+    #[tokio::test]
+    async fn no_log_is_read_after_the_limit() {
+        let mut dump = small("full", 10);
+        let reads = Cell::new(0);
+        let logs = ["a", "b", "c"].map(|name| (name.to_owned(), ()));
+        let read = async |(): &()| {
+            reads.set(reads.get() + 1);
+            Ok("12345678".to_owned())
+        };
+        each_log(&mut dump, logs.into(), read).await.unwrap();
+        assert_eq!((reads.get(), dump.parts.len(), dump.failures.len()), (2, 1, 2));
+        assert!(dump.failures[1].starts_with("logs/c.log: left out"), "{:?}", dump.failures);
+    }
 }

@@ -2,14 +2,17 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use peerpod_base::config::{Sources, print};
 use peerpod_node::admin::{Detail, NodeStatus, Sandbox};
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
-use tokio::time::timeout;
+use tokio::time::error::Elapsed;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Dump;
 use crate::source::Node;
@@ -18,11 +21,19 @@ use crate::{config, logs};
 
 /// Sandboxes with details and network; the list has all.
 const SANDBOXES: usize = 100;
+/// Time limit of their details and network together.
+const DETAILS: Duration = Duration::from_secs(180);
+/// Number of timeouts after which the rest of them is left out.
+const TIMEOUTS: usize = 2;
+/// Phases of sandboxes that are starting.
+const STARTING: [&str; 3] = ["created", "booting", "joining"];
+/// Folders with the node's own answers.
+pub(super) const ANSWERS: [&str; 2] = ["node/", "sandboxes/"];
 /// Bytes at the end of each log.
 const LOG: u64 = 16 << 20;
 /// Time limit and size limit of one program's output.
 const PROGRAM: Duration = Duration::from_secs(10);
-const OUTPUT: usize = 4 << 20;
+const OUTPUT: u64 = 4 << 20;
 /// Folders with Kata's configuration.
 const KATA: [&str; 4] = [
     "/etc/kata-containers",
@@ -115,25 +126,84 @@ fn configuration(dump: &mut Dump, (file, flags): (Option<PathBuf>, Vec<String>))
     dump.text("ledger-index.txt", &index)
 }
 
-/// Adds the list of sandboxes, and details and network of each.
-async fn sandboxes(dump: &mut Dump, node: &Node) -> anyhow::Result<()> {
-    let list: anyhow::Result<Vec<Sandbox>> = node.get("/v1/sandboxes").await;
-    let ids: Vec<String> = list.iter().flatten().map(|one| one.id.clone()).collect();
+/// Time that is left for sandboxes.
+struct Limits {
+    until: Instant,
+    timeouts: usize,
+}
+
+impl Limits {
+    /// Returns the result of a step, and counts its timeout.
+    async fn step<T>(&mut self, step: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+        let done = timeout_at(self.until, step).await;
+        let done = done.with_context(|| format!("the sandboxes took longer than {DETAILS:?}"));
+        let done = done.and_then(|result| result);
+        if done.as_ref().is_err_and(|error| error.chain().any(|cause| cause.is::<Elapsed>())) {
+            self.timeouts += 1;
+        }
+        done
+    }
+
+    fn are_reached(&self) -> bool {
+        self.timeouts >= TIMEOUTS || Instant::now() >= self.until
+    }
+}
+
+/// Adds the list of sandboxes, and details and network of each, within [`Limits`].
+pub(super) async fn sandboxes(dump: &mut Dump, node: &Node) -> anyhow::Result<()> {
+    let mut limits = Limits { until: Instant::now() + DETAILS, timeouts: 0 };
+    let list: anyhow::Result<Vec<Sandbox>> = limits.step(node.get("/v1/sandboxes")).await;
+    let found: Vec<Sandbox> = list.iter().flatten().cloned().collect();
     dump.value_of("sandboxes/list", list)?;
-    for id in ids.iter().take(SANDBOXES) {
-        let detail: anyhow::Result<Detail> = node.get(&format!("/v1/sandboxes/{id}")).await;
-        let netns = detail.as_ref().ok().and_then(|detail| detail.netns.clone());
-        dump.value_of(&format!("sandboxes/{id}"), detail)?;
-        let console: anyhow::Result<String> = node.get(&format!("/v1/sandboxes/{id}/console")).await;
-        dump.text_of(&format!("sandboxes/{id}.console.txt"), console)?;
-        let Some(netns) = netns else { continue };
-        let enter = format!("--net={}", netns.display());
-        for (name, program) in NETWORK {
-            let words: Vec<&str> = ["nsenter", &enter].into_iter().chain(program.iter().copied()).collect();
-            dump.text_of(&format!("network/{id}/{name}.txt"), run(&words).await)?;
+    for (number, sandbox) in found.iter().enumerate() {
+        if number >= SANDBOXES || limits.are_reached() {
+            dump.failures.push(format!("sandboxes/{}: left out", sandbox.id));
+        } else if !details(dump, node, sandbox, &mut limits).await? {
+            dump.failures.push(format!("sandboxes/{}: its other parts are left out", sandbox.id));
         }
     }
+    let without = found.iter().filter(|sandbox| !has_console(sandbox)).count();
+    if without > 0 {
+        dump.failures
+            .push(format!("consoles: left out of {without} sandboxes that neither failed nor are starting"));
+    }
     Ok(())
+}
+
+/// The provider is slow to answer, so the console is asked for only where it may tell a reason.
+fn has_console(sandbox: &Sandbox) -> bool {
+    sandbox.failed || STARTING.contains(&&*sandbox.phase)
+}
+
+/// Adds details, console and network of a sandbox. Returns false if the limits are reached before all are added.
+async fn details(
+    dump: &mut Dump,
+    node: &Node,
+    sandbox: &Sandbox,
+    limits: &mut Limits,
+) -> anyhow::Result<bool> {
+    let id = &sandbox.id;
+    let detail: anyhow::Result<Detail> = limits.step(node.get(&format!("/v1/sandboxes/{id}"))).await;
+    let netns = detail.as_ref().ok().and_then(|detail| detail.netns.clone());
+    dump.value_of(&format!("sandboxes/{id}"), detail)?;
+    if has_console(sandbox) {
+        if limits.are_reached() {
+            return Ok(false);
+        }
+        let console: anyhow::Result<String> =
+            limits.step(node.get(&format!("/v1/sandboxes/{id}/console"))).await;
+        dump.text_of(&format!("sandboxes/{id}.console.txt"), console)?;
+    }
+    let Some(netns) = netns else { return Ok(true) };
+    let enter = format!("--net={}", netns.display());
+    for (name, program) in NETWORK {
+        if limits.are_reached() {
+            return Ok(false);
+        }
+        let words: Vec<&str> = ["nsenter", &enter].into_iter().chain(program.iter().copied()).collect();
+        dump.text_of(&format!("network/{id}/{name}.txt"), limits.step(run(&words)).await)?;
+    }
+    Ok(true)
 }
 
 fn kata(dump: &mut Dump) -> anyhow::Result<()> {
@@ -150,16 +220,78 @@ fn kata(dump: &mut Dump) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the output of a program.
+/// Returns the output of a program, or its beginning: the program is killed at the limit.
 async fn run(words: &[&str]) -> anyhow::Result<String> {
     let Some((program, rest)) = words.split_first() else { bail!("no program") };
-    let output = Command::new(program).args(rest).kill_on_drop(true).output();
-    let output =
-        timeout(PROGRAM, output).await.with_context(|| format!("no end of {program} within {PROGRAM:?}"))?;
-    let output = output.with_context(|| format!("start {program}"))?;
-    if !output.status.success() {
-        bail!("{program}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    let mut command = Command::new(program);
+    command.args(rest).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = command.spawn().with_context(|| format!("start {program}"))?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let end = async {
+        let read = tokio::try_join!(read(stdout), read(stderr));
+        if read.is_err() {
+            child.start_kill().ok();
+        }
+        std::io::Result::Ok((child.wait().await?, read))
+    };
+    let end =
+        timeout(PROGRAM, end).await.with_context(|| format!("no end of {program} within {PROGRAM:?}"))?;
+    match end.with_context(|| format!("wait for {program}"))? {
+        (_, Err(beginning)) => Ok(format!("{}\n(cut after {OUTPUT} bytes)", lossy(&beginning))),
+        (status, Ok((stdout, _))) if status.success() => Ok(lossy(&stdout)),
+        (status, Ok((_, stderr))) => bail!("{program}: {status}: {}", lossy(&stderr).trim()),
     }
-    let end = output.stdout.len().min(OUTPUT);
-    Ok(lossy(output.stdout.get(..end).unwrap_or_default()))
+}
+
+/// Returns all that a program wrote, or the beginning as an error if the limit is reached.
+async fn read(from: Option<impl AsyncRead + Unpin>) -> Result<Vec<u8>, Vec<u8>> {
+    let mut bytes = Vec::new();
+    if let Some(from) = from {
+        // After a failure there is no more to read, and the program's status tells the rest.
+        from.take(OUTPUT).read_to_end(&mut bytes).await.ok();
+    }
+    let is_cut = u64::try_from(bytes.len()).is_ok_and(|length| length >= OUTPUT);
+    if is_cut { Err(bytes) } else { Ok(bytes) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_program_with_endless_output_is_killed_at_the_limit() {
+        let text = run(&["yes"]).await.unwrap();
+        assert!(text.ends_with("bytes)") && text.len() < 5 << 20, "{} bytes", text.len());
+        assert_eq!(run(&["echo", "a"]).await.unwrap(), "a\n");
+        let error = run(&["sh", "-c", "echo reason >&2; exit 3"]).await.unwrap_err().to_string();
+        assert!(error.ends_with("reason"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn the_limits_are_reached_after_two_timeouts_or_at_their_end() {
+        let mut limits = Limits { until: Instant::now() + DETAILS, timeouts: 0 };
+        for timeouts in 0..TIMEOUTS {
+            assert!(!limits.are_reached(), "{timeouts} timeouts");
+            let away = async { timeout(Duration::ZERO, pending::<()>()).await.context("ask the node") };
+            limits.step(away).await.unwrap_err();
+        }
+        assert!(limits.are_reached());
+        let mut limits = Limits { until: Instant::now(), timeouts: 0 };
+        assert!(limits.are_reached());
+        limits.step(pending::<anyhow::Result<()>>()).await.unwrap_err();
+    }
+
+    #[test]
+    fn only_failed_and_starting_sandboxes_have_a_console() {
+        let of = |phase: &str, failed| {
+            let value = serde_json::json!({
+                "id": "a", "pod": "-", "phase": phase, "vm": null, "created_ms": 0, "started": true,
+                "failed": failed, "cause": null,
+            });
+            has_console(&serde_json::from_value(value).unwrap())
+        };
+        assert!(of("leaving", true) && of("booting", false) && !of("running", false));
+    }
 }
