@@ -42,11 +42,15 @@ pub(super) fn text(text: &str) -> String {
 
 fn one_line(line: &str) -> String {
     let json = line.find('{').and_then(|at| Some((line.get(..at)?, line.get(at..)?)));
+    // Behind the name of a secret the whole object is one.
     if let Some((before, json)) = json
+        && request(before).is_none()
+        && let before = redact::line(before)
+        && !before.ends_with('…')
         && let Ok(mut json) = serde_json::from_str::<Value>(json)
     {
         value(&mut json);
-        return format!("{}{json}", redact::line(before));
+        return format!("{before}{json}");
     }
     let plain: String = line.chars().map(|c| if c == '\t' { ' ' } else { c }).collect();
     let is_kernel = plain.trim_start_matches(['#', ' ']).starts_with(KERNEL);
@@ -148,9 +152,12 @@ mod tests {
 
     #[test]
     fn requests_and_kernel_parameters_lose_their_secrets() {
-        for line in
-            ["Process { Args: [\"hunter2\"] }", "spec args:\"hunter2\"", "Annotations: {\"a\": \"hunter2\"}"]
-        {
+        for line in [
+            "Process { Args: [\"hunter2\"] }",
+            "spec args:\"hunter2\"",
+            "Annotations: {\"a\": \"hunter2\"}",
+            "tokens: {\"a\": \"hunter2\"}",
+        ] {
             assert!(!text(line).contains("hunter2"), "{}", text(line));
         }
         let kata = "kernel_params = \"agent.log=debug x.token=hunter2 quiet\"";
