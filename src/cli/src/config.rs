@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use peerpod_base::config::{Mistakes, Reader, Setting, Sources, print, schema};
 use peerpod_base::telemetry::LogConfig;
+use peerpod_cluster::SECTIONS;
 use peerpod_csi::config::CsiConfig;
 use peerpod_node::config::NodeConfig;
 use peerpod_providers::{Context, Purpose};
@@ -16,22 +17,6 @@ use serde_json::{Value, json};
 
 use crate::SETTINGS;
 use crate::convert::{self, Convert};
-
-/// Sections of the shared file, which all programs read together.
-pub(crate) const SECTIONS: [&str; 12] = [
-    "cluster",
-    "controller",
-    "csi",
-    "kubernetes",
-    "log",
-    "node",
-    "paths",
-    "provider",
-    "relay",
-    "secrets",
-    "tunnel",
-    "webhook",
-];
 
 /// Subcommands of `peerpod config`.
 #[derive(Debug, clap::Subcommand)]

@@ -15,6 +15,7 @@ use anyhow::Context as _;
 use async_trait::async_trait;
 use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_cluster::SECTIONS;
 use peerpod_node::config::NodeConfig;
 use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
@@ -23,7 +24,6 @@ use tokio::process;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::SETTINGS;
-use crate::config::SECTIONS;
 
 /// Exit code that a shell reports for a program ended by Ctrl-C.
 const INTERRUPTED: u8 = 130;

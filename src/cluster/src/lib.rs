@@ -36,8 +36,9 @@ const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argume
 const PROGRAM: Program =
     Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
 
-/// Every section of the shared file. A role reads its own sections; the rest belong to other programs and roles.
-const SECTIONS: [&str; 13] = [
+/// Every section of the file that all programs share. A role reads its own sections; the rest belong to other programs
+/// and roles.
+pub const SECTIONS: [&str; 12] = [
     "cluster",
     "controller",
     "csi",
@@ -49,7 +50,6 @@ const SECTIONS: [&str; 13] = [
     "relay",
     "secrets",
     "tunnel",
-    "volumes",
     "webhook",
 ];
 

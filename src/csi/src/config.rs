@@ -10,8 +10,7 @@ use peerpod_base::telemetry::LogConfig;
 use peerpod_volume::descriptor::Attach;
 
 /// Sections of the shared file that other programs read.
-const OTHERS: [&str; 8] =
-    ["node", "relay", "tunnel", "provider", "controller", "secrets", "webhook", "volumes"];
+const OTHERS: [&str; 7] = ["node", "relay", "tunnel", "provider", "controller", "secrets", "webhook"];
 
 /// File in a pod with the namespace of its service account.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";

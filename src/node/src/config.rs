@@ -26,7 +26,7 @@ use crate::tunnel::{TunnelConfig, TunnelKind};
 /// Sections that this binary reads.
 const MINE: [&str; 8] = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
 /// Sections of the shared file that other binaries read; the node reads two keys of `relay`.
-const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
+const OTHERS: [&str; 4] = ["relay", "controller", "webhook", "csi"];
 /// Largest batch. More sandboxes do not arrive within one window; each is an entry of the batch's file.
 const MOST_BATCH: u32 = 1000;
 /// Upper bound of `node.guest-memory-mib`, in MiB: 1 TiB.

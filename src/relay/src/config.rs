@@ -7,18 +7,8 @@ use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_base::telemetry::LogConfig;
 
 /// Sections of the shared file that other binaries read.
-const OTHERS: [&str; 10] = [
-    "cluster",
-    "controller",
-    "csi",
-    "kubernetes",
-    "node",
-    "provider",
-    "secrets",
-    "tunnel",
-    "volumes",
-    "webhook",
-];
+const OTHERS: [&str; 9] =
+    ["cluster", "controller", "csi", "kubernetes", "node", "provider", "secrets", "tunnel", "webhook"];
 
 /// Threads that serve the links; 0: a quarter of the processors, at least one.
 const THREADS: u32 = 0;

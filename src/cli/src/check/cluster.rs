@@ -174,7 +174,7 @@ fn runtime_class(class: Option<&RuntimeClass>, name: &str, pre: bool) -> Outcome
     let owner = match (ours, release) {
         (true, _) => "this chart".to_owned(),
         (false, Some(release)) => format!("the release {release}"),
-        (false, None) => label("app.kubernetes.io/managed-by").unwrap_or("nobody").to_owned(),
+        (false, None) => label("app.kubernetes.io/managed-by").unwrap_or("no known owner").to_owned(),
     };
     let text = format!("RuntimeClass {name} has handler {} and belongs to {owner}", class.handler);
     if pre && !ours {

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use peerpod_base::config::{Mistakes, Reader, Sources};
+use peerpod_cluster::SECTIONS;
 use serde_json::Value;
 
 use super::item::{Area, Item, failed};
-use crate::config::{SECTIONS, ask};
+use crate::config::ask;
 
 /// Effective values by key. A mistaken value is the default.
 pub(super) struct Config {

@@ -29,7 +29,7 @@ pub(super) struct Fault {
     remedy: String,
 }
 
-/// Found state, or what is wrong with it.
+/// Found state, or its fault.
 pub(super) type Outcome = Result<String, Fault>;
 
 /// Returns the outcome of a failed item.

@@ -7,12 +7,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
+use peerpod_cluster::SECTIONS;
 use peerpod_provider_api::Preflight;
 use peerpod_providers::{Context, Purpose};
 
 use super::config::Config;
 use super::item::{Area, Item, failed, skipped, warning};
-use crate::config::{SECTIONS, ask};
+use crate::config::ask;
 use crate::provider::fresh;
 
 /// Time limit of the preflight.
@@ -21,7 +22,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 /// Runs the provider's preflight. Beside a running node, a provider with VMs on the node itself is not asked: its
 /// networks belong to that node's daemon.
 pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
-    // Nobody else may make it first.
+    // A folder that another user made first is refused.
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}-{}", std::process::id(), fresh()));
     if let Err(why) = DirBuilder::new().mode(0o700).create(&folder) {
         let why = format!("make {}: {why}", folder.display());
