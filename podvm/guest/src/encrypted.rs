@@ -32,8 +32,10 @@ const PEER: &str = "the encrypted tunnel's peer";
 const KEY: &str = "tunnel.key";
 const NETNS: &str = "tunnel.netns";
 const MAX_ENDPOINTS: usize = 16;
-/// Path MTU while the kernel knows no route: the least that every network carries.
+/// Path MTU that every network with IPv6 carries.
 const LEAST_PATH: u32 = 1280;
+/// Path MTU while the kernel knows no route to any address of the node: Ethernet's.
+const USUAL_PATH: u32 = 1500;
 
 const HELD: &str =
     "another program of this VM holds the encrypted tunnel's device; is peerpod-guest running twice?";
@@ -150,7 +152,7 @@ impl Wanted {
         ensure!(!endpoints.is_empty(), "it names no address of the node");
         let port = u16::try_from(underlay.port).context("the VXLAN port is no port number")?;
         let vnis = plan.interfaces.iter().map(|interface| interface.vni).collect();
-        let mtu = endpoints.iter().map(|endpoint| inner_mtu(*endpoint)).min().unwrap_or(LEAST_PATH);
+        let mtu = inner_mtu(&endpoints, |node| mtus(node).ok().map(|figures| figures.route));
         let peer = PeerConfig {
             name: "node".to_owned(),
             key: PublicKey::from_bytes(&outside.node_key).context("the node's tunnel key")?,
@@ -163,14 +165,16 @@ impl Wanted {
     }
 }
 
-/// Returns the MTU inside the tunnel that the kernel expects on the path to the node.
-fn inner_mtu(endpoint: SocketAddr) -> u32 {
-    let overhead = match endpoint.ip().to_canonical() {
-        IpAddr::V4(_) => OVERHEAD_V4,
-        IpAddr::V6(_) => OVERHEAD_V6,
+/// Returns the MTU inside the tunnel: the least of the paths to the node's addresses, in bytes. `path` is the kernel's MTU
+/// of the path to an address.
+///
+/// An address without a route does not count: a VM has its IPv6 route seconds after its IPv4 route, or never.
+fn inner_mtu(endpoints: &[SocketAddr], path: impl Fn(IpAddr) -> Option<u32>) -> u32 {
+    let inside = |endpoint: &SocketAddr| {
+        let overhead = if endpoint.ip().to_canonical().is_ipv4() { OVERHEAD_V4 } else { OVERHEAD_V6 };
+        Some(path(endpoint.ip())?.max(LEAST_PATH).saturating_sub(overhead))
     };
-    let path = mtus(endpoint.ip()).map_or(LEAST_PATH, |figures| figures.route);
-    path.max(LEAST_PATH).saturating_sub(overhead)
+    endpoints.iter().filter_map(inside).min().unwrap_or(USUAL_PATH.saturating_sub(OVERHEAD_V6))
 }
 
 #[cfg(test)]
@@ -221,6 +225,19 @@ mod tests {
         let inside = inside(&plan()).underlay.unwrap();
         assert_eq!((inside.kind.as_str(), inside.overhead), ("vxlan", 50));
         assert!(inside.wireguard.is_none());
+    }
+
+    #[test]
+    fn an_address_without_a_route_does_not_narrow_the_tunnel() {
+        let endpoints: [SocketAddr; 2] =
+            ["10.97.0.1:51820".parse().unwrap(), "[fd97::1]:51820".parse().unwrap()];
+        let only_v4 = |node: IpAddr| node.is_ipv4().then_some(1500);
+        assert_eq!(inner_mtu(&endpoints, only_v4), 1440);
+        assert_eq!(inner_mtu(&endpoints, |_| Some(1500)), 1420);
+        assert_eq!(inner_mtu(&endpoints, |node| Some(if node.is_ipv4() { 1500 } else { 1300 })), 1220);
+        assert_eq!(inner_mtu(&endpoints, |_| None), 1420);
+        // Less than every network carries is nonsense of a peer.
+        assert_eq!(inner_mtu(&endpoints, |_| Some(600)), 1200);
     }
 
     #[test]
