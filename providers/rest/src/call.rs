@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{ApiCall, Scheduler};
@@ -14,6 +15,15 @@ use crate::http::{Http, NoAnswer};
 use crate::request::{Answer, Request};
 use crate::token::Tokens;
 
+/// Way of a cloud whose requests carry a signature instead of a bearer token.
+#[derive(Debug, Clone, Copy)]
+pub struct Signature {
+    /// Signs a request with the credential of the token's source.
+    pub sign: fn(&Request, &Secret) -> Result<Request, Error>,
+    /// Whether a refusal shows that the credential has ended, so that a new one helps.
+    pub has_ended: fn(&Answer) -> bool,
+}
+
 /// Client of one API. Clones share connections, token and scheduler.
 #[derive(Clone)]
 pub struct Rest {
@@ -22,6 +32,7 @@ pub struct Rest {
     tokens: Arc<Tokens>,
     scheduler: Scheduler,
     dialect: &'static Dialect,
+    signature: Option<Signature>,
 }
 
 impl Rest {
@@ -33,7 +44,13 @@ impl Rest {
         scheduler: Scheduler,
         dialect: &'static Dialect,
     ) -> Rest {
-        Rest { http, hosts, tokens: Arc::new(tokens), scheduler, dialect }
+        Rest { http, hosts, tokens: Arc::new(tokens), scheduler, dialect, signature: None }
+    }
+
+    /// Signs each request instead of sending the token.
+    #[must_use]
+    pub fn signed(self, signature: Signature) -> Rest {
+        Rest { signature: Some(signature), ..self }
     }
 
     /// Returns the hosts of the API.
@@ -59,8 +76,8 @@ impl Rest {
         self.tokens.get(&self.http).await.map(drop)
     }
 
-    /// Makes a call when it is its turn, and repeats it while the cloud throttles it. After a 401 it renews the token
-    /// and sends the call once more. Returns an answer with a status of 200 to 299.
+    /// Makes a call when it is its turn, and repeats it while the cloud throttles it. After a 401, or where the cloud
+    /// shows that the signature's credential has ended, it renews the token and sends the call once more. Returns an answer with a status of 200 to 299.
     ///
     /// # Errors
     /// The refusal of the cloud, by its table; [`Error::Transient`] without an answer; the error of the token's source;
@@ -78,11 +95,11 @@ impl Rest {
 
     async fn ask(&self, action: &str, what: &str, request: &Request) -> Result<Answer, Failure> {
         let token = self.tokens.get(&self.http).await.map_err(|error| error.during(what))?;
-        let mut sent = self.http.send(request, Some(&token)).await;
-        if sent.as_ref().is_ok_and(|answer| answer.status == 401) {
+        let mut sent = self.send(request, &token).await.map_err(|error| error.during(what))?;
+        if sent.as_ref().is_ok_and(|answer| self.has_ended(answer)) {
             let renewed = self.tokens.renew(&self.http, &token).await;
             if let Some(newer) = renewed.map_err(|error| error.during(what))? {
-                sent = self.http.send(request, Some(&newer)).await;
+                sent = self.send(request, &newer).await.map_err(|error| error.during(what))?;
             }
         }
         let answer = sent.map_err(|lost| self.unanswered(action, what, &lost))?;
@@ -90,6 +107,22 @@ impl Rest {
             self.scheduler.left(action, left);
         }
         if answer.is_success() { Ok(answer) } else { Err(self.refused(action, what, answer)) }
+    }
+
+    /// Sends a request with this token, or signed with it. The outer error is that of the signature.
+    async fn send(&self, request: &Request, token: &Secret) -> Result<Result<Answer, NoAnswer>, Error> {
+        Ok(match self.signature {
+            None => self.http.send(request, Some(token)).await,
+            Some(signature) => self.http.send(&(signature.sign)(request, token)?, None).await,
+        })
+    }
+
+    /// Whether an answer shows that the token has ended.
+    fn has_ended(&self, answer: &Answer) -> bool {
+        match self.signature {
+            None => answer.status == 401,
+            Some(signature) => (signature.has_ended)(answer),
+        }
     }
 
     /// Returns the failure of a refused call.

@@ -24,7 +24,7 @@ pub mod sources;
 mod tests;
 mod token;
 
-pub use call::Rest;
+pub use call::{Rest, Signature};
 pub use dialect::{Dialect, Said};
 pub use failure::Failure;
 pub use hosts::Hosts;

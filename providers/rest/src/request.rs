@@ -45,6 +45,13 @@ impl Request {
         self
     }
 
+    /// Sets a header whose value is known only now, like a signature.
+    #[must_use]
+    pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Request {
+        self.headers.insert(name, value);
+        self
+    }
+
     /// Sets the body to this JSON.
     #[must_use]
     pub fn json(mut self, body: &Value) -> Request {
@@ -80,6 +87,11 @@ impl Request {
     pub fn to(mut self, url: Url) -> Request {
         self.url = url;
         self
+    }
+
+    /// Returns the headers that were set, without those of the connection.
+    pub fn headers(&self) -> &HeaderMap {
+        &self.headers
     }
 
     /// Returns the bytes of the body, empty without one.

@@ -24,7 +24,10 @@ pub use oauth::{ClientSecret, Federated};
 const MAX_FILE: u64 = 64 << 10;
 
 /// Reads a credential from a file, without the white space around it.
-pub(crate) async fn file(path: &Path) -> Result<Secret, Error> {
+///
+/// # Errors
+/// [`Error::Auth`] when the file cannot be read, is empty or has more than 64 KiB.
+pub async fn file(path: &Path) -> Result<Secret, Error> {
     let read = async {
         let mut text = String::new();
         tokio::fs::File::open(path).await?.take(MAX_FILE + 1).read_to_string(&mut text).await?;
