@@ -3,6 +3,8 @@
 //! * [`Cloud`]: an HTTP server with one cloud for one test. It injects faults, throttles as the cloud does, checks tokens
 //!   and records every call. Its time can be stopped.
 //! * [`Fake`]: the part of one cloud.
+//! * [`Alibaba`]: Alibaba Cloud's Elastic Compute Service with instances, disks, types and vSwitches, the check of
+//!   signatures, and the services that issue temporary keys.
 //! * [`Azure`]: Azure Resource Manager with virtual machines, network interfaces, disks, sizes and usages, and the
 //!   services that issue tokens.
 //! * [`Gcp`]: Google's Compute Engine with instances, bulk inserts, disks, operations and machine types, and the
@@ -12,6 +14,7 @@
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
 //! fakes' answers.
 
+pub mod alibaba;
 pub mod azure;
 mod body;
 mod clock;
@@ -26,6 +29,7 @@ mod store;
 mod tokens;
 pub mod witness;
 
+pub use alibaba::Alibaba;
 pub use azure::Azure;
 pub use clock::stamp;
 pub use cloud::Cloud;

@@ -2,7 +2,9 @@
 //!
 //! * [`azure_models`]: Microsoft's Go models. They name each field of a request or an answer that they do not know.
 //! * [`google_document`]: Google's discovery document. It checks paths, parameters, bodies and answers.
-//! * [`azure_client`], [`google_client`]: the vendors' Python clients, at a cloud's witness endpoint.
+//! * [`alibaba_models`]: Alibaba Cloud's Python models and signer. They name each parameter and member that they do not
+//!   know, and each signature that differs from theirs.
+//! * [`alibaba_client`], [`azure_client`], [`google_client`]: the vendors' Python clients, at a cloud's witness endpoint.
 //!
 //! These functions block; tests with a runtime of one thread need `spawn_blocking`.
 
@@ -16,7 +18,7 @@ use serde_json::{Value, json};
 
 use crate::azure::SUBSCRIPTION;
 use crate::core::Call;
-use crate::{Azure, Cloud, Gcp};
+use crate::{Alibaba, Azure, Cloud, Gcp};
 
 /// Returns the types of Microsoft's models for the body and the answer of a call; empty: there is none.
 fn azure_types(action: &str) -> (&'static str, &'static str) {
@@ -95,6 +97,48 @@ pub fn google_document(calls: &[Call]) -> anyhow::Result<Vec<String>> {
     let mut command = Command::new(python()?);
     command.arg(script("schema.py"));
     Ok(named(&names, ask(command, &lines)?))
+}
+
+/// Returns what Alibaba Cloud's models do not know of these calls' parameters and successful answers, and the calls whose
+/// signature by this secret is not that of its signer. Calls of services that issue keys are left out.
+///
+/// # Errors
+/// When the models cannot be installed, or the program fails.
+pub fn alibaba_models(calls: &[Call], secret: &str) -> anyhow::Result<Vec<String>> {
+    let signed: Vec<&Call> =
+        calls.iter().filter(|call| !call.request.header("x-acs-action").is_empty()).collect();
+    let line = |call: &&Call| {
+        let request = &call.request;
+        let authorization = request.header("authorization");
+        let names = authorization.split("SignedHeaders=").nth(1).and_then(|rest| rest.split(',').next());
+        let names = names.unwrap_or_default().split(';');
+        let headers: std::collections::BTreeMap<&str, &str> =
+            names.filter(|name| !name.is_empty()).map(|name| (name, request.header(name))).collect();
+        let mut parameters = request.query.clone();
+        parameters.extend(request.form());
+        let mut line = json!({"action": call.action, "method": request.method, "path": request.path,
+            "query": request.query, "parameters": parameters, "headers": headers, "authorization": authorization,
+            "secret": secret});
+        if call.answer.status == 200 {
+            line["answer"] = call.answer.value();
+        }
+        line
+    };
+    let lines: Vec<Value> = signed.iter().map(line).collect();
+    let names: Vec<String> = signed.iter().map(|call| call.action.clone()).collect();
+    let mut command = Command::new(python()?);
+    command.arg(script("alibaba_models.py"));
+    Ok(named(&names, ask(command, &lines)?))
+}
+
+/// Returns the result of one call of Alibaba Cloud's client: `describe_instances`. The request is JSON in the API's form.
+///
+/// # Errors
+/// When the client cannot be installed or fails.
+pub fn alibaba_client(cloud: &Cloud<Alibaba>, operation: &str, request: &Value) -> anyhow::Result<Value> {
+    let mut command = Command::new(python()?);
+    command.arg(script("alibaba_client.py")).args([&cloud.witness_endpoint(), operation]);
+    run(command.arg(request.to_string()), operation)
 }
 
 /// Returns the result of one operation of Microsoft's client: `virtual_machines.get`, `network.network_interfaces.list`.

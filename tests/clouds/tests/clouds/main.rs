@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod alibaba;
 mod azure;
 mod gcp;
 mod socket;

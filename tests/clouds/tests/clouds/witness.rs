@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use peerpod_test_clouds::alibaba::{GROUP as SECURITY_GROUP, IMAGES, REGION as BEIJING, VSWITCHES};
 use peerpod_test_clouds::azure::{GROUP, SUBSCRIPTION};
 use peerpod_test_clouds::gcp::{PROJECT, REGION, ZONES};
-use peerpod_test_clouds::witness::{azure_client, azure_models, google_client, google_document};
-use peerpod_test_clouds::{Azure, Cloud, Gcp};
+use peerpod_test_clouds::witness::{
+    alibaba_client, azure_client, azure_models, google_client, google_document,
+};
+use peerpod_test_clouds::{Alibaba, Azure, Cloud, Gcp};
 use serde_json::{Value, json};
 
 use super::{azure, gcp};
@@ -253,4 +256,27 @@ async fn googles_client_makes_lists_and_deletes_instances() {
     assert!(format!("{:#}", gone.unwrap_err()).contains("was not found"));
     let machines = google_client(&cloud, "MachineTypesClient.list", &place).unwrap();
     assert!(machines.as_array().unwrap().iter().any(|one| one["name"] == "n2-standard-2"));
+}
+
+/// Alibaba Cloud's client sends everything in the query.
+#[tokio::test(flavor = "multi_thread")]
+async fn alibabas_client_makes_lists_and_deletes_instances() {
+    let cloud = Cloud::start(Alibaba::default()).await.unwrap();
+    let ask = |operation: &str, request: Value| alibaba_client(&cloud, operation, &request).unwrap();
+    let nic =
+        json!({"InstanceType": "Primary", "VSwitchId": VSWITCHES[0], "SecurityGroupIds": [SECURITY_GROUP]});
+    let made = ask(
+        "run_instances",
+        json!({"RegionId": BEIJING, "ClientToken": "one", "Amount": 2, "MinAmount": 1, "ImageId": IMAGES[0],
+            "InstanceType": "ecs.g7.large", "NetworkInterface": [nic], "UserData": "e30=",
+            "SystemDisk": {"Category": "cloud_essd", "Size": "20"}, "Tag": [{"Key": "peerpod.cluster", "Value": "c"}]}),
+    );
+    let ids = made["InstanceIdSets"]["InstanceIdSet"].as_array().unwrap().clone();
+    assert_eq!(ids.len(), 2, "{made}");
+    let by_tag =
+        json!({"RegionId": BEIJING, "Tag": [{"Key": "peerpod.cluster", "Value": "c"}], "MaxResults": 100});
+    assert_eq!(ask("describe_instances", by_tag)["Instances"]["Instance"].as_array().unwrap().len(), 2);
+    ask("delete_instances", json!({"RegionId": BEIJING, "InstanceId": ids, "Force": true}));
+    let left = ask("describe_instances", json!({"RegionId": BEIJING}));
+    assert_eq!(left["Instances"]["Instance"], json!([]));
 }
