@@ -5,7 +5,7 @@ CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
-CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness,peerpod-provider-azure/witness
+CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness,peerpod-provider-azure/witness,peerpod-provider-alibabacloud/witness
 WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
@@ -167,9 +167,9 @@ test-aws: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(AWS_TESTS)
 	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(AWS_TESTS)
 
-# The fakes of Azure and Google Cloud, what their vendors' models and clients say of them, and the providers with the
-# fakes. The same build again.
-CLOUD_TESTS := --test azure --test clouds --test gcp
+# The fakes of clouds, what their vendors' models and clients say of them, and the providers with the fakes. The same build
+# again.
+CLOUD_TESTS := --test alibabacloud --test azure --test clouds --test gcp
 test-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_TESTS)
 	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_TESTS)
@@ -182,8 +182,8 @@ bench-aws: setup
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(AWS_BENCHES) \
 		-- --nocapture --test-threads 1 node:: provider_external::
 
-# The same for the fakes of Azure and Google Cloud, and the number of broken promises of each provider.
-CLOUD_BENCHES := --test azure --test gcp
+# The same for the fakes of clouds, and the number of broken promises of each provider.
+CLOUD_BENCHES := --test alibabacloud --test azure --test gcp
 bench-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_BENCHES)
 	mkdir -p $(TARGET)/bench

@@ -48,6 +48,7 @@ type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Sen
 
 /// Opener for providers that open without waiting: all but `external`.
 #[cfg(any(
+    feature = "alibabacloud",
     feature = "aws",
     feature = "azure",
     feature = "fake",
@@ -68,6 +69,16 @@ const TABLE: &[Row] = &[
         read: |reader, context| {
             let config = peerpod_provider_local::LocalConfig::read(reader, &context.state_dir);
             at_once(|_| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
+        },
+    },
+    #[cfg(feature = "alibabacloud")]
+    Row {
+        kind: "alibabacloud",
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_alibabacloud::{AlibabaCloudConfig, AlibabaCloudProvider};
+            let config = AlibabaCloudConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(AlibabaCloudProvider::new(config, owner))))
         },
     },
     #[cfg(feature = "aws")]
@@ -139,6 +150,8 @@ const TABLE: &[Row] = &[
 
 /// Kinds of the project's providers that this build leaves out.
 const LEFT_OUT: &[&str] = &[
+    #[cfg(not(feature = "alibabacloud"))]
+    "alibabacloud",
     #[cfg(not(feature = "aws"))]
     "aws",
     #[cfg(not(feature = "azure"))]
