@@ -4,6 +4,7 @@
 //! Names and defaults: `<provider>/manager.go` of cloud-api-adaptor at `fbdde756`. Its flags have other names, which only
 //! its command line reads; a deployment sets the variables.
 
+mod alibabacloud;
 mod aws;
 mod azure;
 mod gcp;
@@ -19,8 +20,13 @@ pub use serde_json::Value;
 type Convert = fn(&Variables) -> Converted;
 
 /// `CLOUD_PROVIDER` values, each with its converter.
-const TABLE: &[(&str, Convert)] =
-    &[("aws", aws::convert), ("azure", azure::convert), ("gcp", gcp::convert), ("libvirt", libvirt::convert)];
+const TABLE: &[(&str, Convert)] = &[
+    ("alibabacloud", alibabacloud::convert),
+    ("aws", aws::convert),
+    ("azure", azure::convert),
+    ("gcp", gcp::convert),
+    ("libvirt", libvirt::convert),
+];
 
 /// Returns the providers with a table.
 pub fn known() -> Vec<&'static str> {

@@ -1,6 +1,7 @@
 //! Converts full ConfigMaps, and reads the results as the providers do.
 
 use peerpod_base::config::{Reader, Sources};
+use peerpod_provider_alibabacloud::AlibabaCloudConfig;
 use peerpod_provider_api::Confidential;
 use peerpod_provider_aws::AwsConfig;
 use peerpod_provider_azure::AzureConfig;
@@ -220,6 +221,48 @@ fn a_variable_for_gcp_without_a_setting_is_named_with_a_remedy() {
     assert!(read_back("gcp", &plain, GcpConfig::read).confidential.is_none());
     let other = of("gcp", &[&least[..], &[("GCP_CONFIDENTIAL_TYPE", "SGX")]].concat());
     assert!(format!("{:?}", other.lost).contains("none of SEV"), "{:?}", other.lost);
+}
+
+#[test]
+fn every_setting_of_a_full_config_map_for_alibaba_cloud_arrives_and_is_read_without_a_mistake() {
+    let least = [
+        ("IMAGEID", "m-2ze0123456789abcdefg"),
+        ("VSWITCH_ID", "vsw-2ze0123456789abcdefg"),
+        ("SECURITY_GROUP_IDS", "sg-2ze0123456789abcdefg,sg-2ze0123456789abcdefh"),
+    ];
+    let more = [
+        ("ALIBABACLOUD_ACCESS_KEY_ID", "LTAI"),
+        ("ALIBABACLOUD_ACCESS_KEY_SECRET", "hush"),
+        ("ALIBABACLOUD_SECURITY_TOKEN", "token"),
+        ("REGION", "cn-hongkong"),
+        ("PODVM_INSTANCE_TYPE", "ecs.g7.large"),
+        ("KEYNAME", "me"),
+        ("USE_PUBLIC_IP", "TRUE"),
+        ("SYSTEM_DISK_SIZE", "60"),
+        ("DISABLECVM", "1"),
+        ("TAGS", "team=blue,cost=7"),
+    ];
+    let converted = of("alibabacloud", &[&least[..], &more].concat());
+    assert_eq!(converted.lost, []);
+    assert_eq!(converted.known.len(), 13);
+    let config = read_back("alibabacloud", &converted, AlibabaCloudConfig::read);
+    assert_eq!((config.region.as_str(), config.instance_type.as_str()), ("cn-hongkong", "ecs.g7.large"));
+    assert_eq!((config.security_group_ids.len(), config.vswitch_ids.len()), (2, 1));
+    assert!(config.use_public_ip && !config.confidential && config.key_name.as_deref() == Some("me"));
+    assert_eq!((config.root.size_gib, config.tags["cost"].as_str()), (60, "7"));
+    let other = [
+        ("INSTANCE_TYPE", "ecs.g7.xlarge"),
+        ("ALIBABA_CLOUD_ROLE_ARN", "acs:ram::1:role/x"),
+        ("TAGS", "acs:x=1"),
+    ];
+    let defaults = of("alibabacloud", &[&least[..], &other].concat());
+    lists(&defaults, &["ALIBABA_CLOUD_ROLE_ARN", "from the environment", "acs:x is taken"]);
+    let config = read_back("alibabacloud", &defaults, AlibabaCloudConfig::read);
+    assert_eq!((config.region.as_str(), config.instance_type.as_str()), ("cn-beijing", "ecs.g7.xlarge"));
+    assert!(config.root.size_gib == 40 && config.confidential);
+    let mistake = of("alibabacloud", &[("SECURITY_GROUP_IDS", "cn-beijing")]);
+    assert!(!mistake.settings.contains_key("security-group-ids"));
+    lists(&mistake, &["SECURITY_GROUP_IDS", "no group; set provider.alibabacloud.security-group-ids"]);
 }
 
 #[test]
