@@ -9,7 +9,7 @@ use peerpod_provider_api::{Arch, Market};
 use peerpod_provider_cloud::Alphabet;
 use peerpod_provider_cloud::settings::{self, Price, TypeForm};
 
-/// Tags that ECS accepts. It refuses `http://` and `https://` anywhere in a tag, so `:` is escaped.
+/// Tags that ECS accepts. It refuses `http://` and `https://` anywhere in a tag, so `:` is left out.
 pub const ALPHABET: Alphabet = Alphabet {
     cloud: "Alibaba Cloud",
     max_marks: 20,
@@ -17,7 +17,7 @@ pub const ALPHABET: Alphabet = Alphabet {
     max_value: 128,
     name: is_of_a_tag,
     value: is_of_a_tag,
-    escapes: true,
+    escapes: false,
     reserved: &["aliyun", "acs:"],
     reserves_values: false,
     shown: None,

@@ -121,7 +121,7 @@ fn canonical_headers(request: &Request) -> (String, String) {
     (lines, names.join(";"))
 }
 
-/// Whether a refusal shows that the temporary key has ended, or that another attempt has used its number.
+/// Whether a refusal shows that the temporary key has ended.
 fn has_ended(answer: &Answer) -> bool {
     if answer.is_success() {
         return false;
