@@ -80,7 +80,7 @@ pub(crate) struct PodAssignment {
     /// Whether no plan ever came: the lease of user-data counts then.
     pub(crate) is_new: bool,
     initdata_dir: PathBuf,
-    images: Images,
+    pub(crate) images: Images,
     components: Arc<Components>,
     /// Number of the VM's GPUs by the last plan.
     pub(crate) gpus: AtomicU32,

@@ -179,6 +179,10 @@ impl Notice for Notices {
         assignment::make_bind_source(source);
     }
 
+    fn wanted_within(&self, container: &str, within: Duration) {
+        self.control.person.images.expect(container, within);
+    }
+
     fn gpus(&self) -> u32 {
         self.control.person.gpus.load(Relaxed)
     }

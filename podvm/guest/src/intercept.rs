@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::BytesMut;
 use peerpod_link::endpoint::Filter;
@@ -82,6 +83,8 @@ pub trait Notice: Send + Sync {
     fn bind_source(&self, source: &str);
     /// Reports that the container may change the pod's network.
     fn network_admin(&self) {}
+    /// Reports the time within which the shim wants this container.
+    fn wanted_within(&self, _container: &str, _within: Duration) {}
     /// Returns the number of the VM's GPUs.
     fn gpus(&self) -> u32 {
         0

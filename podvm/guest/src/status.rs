@@ -182,11 +182,21 @@ impl Status {
         self.said.notify_one();
     }
 
-    /// Counts a pull of an image. The node gets the status at once.
-    pub(crate) fn pulled(&self, is_done: bool) {
+    /// Counts a pull of an image, which is over. The node gets the status at once.
+    pub(crate) fn pulled(&self, image: &str, is_done: bool) {
         let mut inner = self.lock();
+        inner.pulls.retain(|pull| pull.image != image);
         let count = if is_done { &mut inner.images_pulled } else { &mut inner.image_pulls_failed };
         *count += 1;
+        drop(inner);
+        self.said.notify_one();
+    }
+
+    /// Reports the progress of an image's pull to the node at once.
+    pub(crate) fn pulling(&self, pull: guest::Pull) {
+        let mut inner = self.lock();
+        inner.pulls.retain(|known| known.image != pull.image);
+        inner.pulls.push(pull);
         drop(inner);
         self.said.notify_one();
     }

@@ -14,11 +14,12 @@ mod cause;
 mod credentials;
 mod mount;
 mod process;
+mod progress;
 mod pull;
 mod registry;
 mod store;
 mod stream;
 pub mod unpack;
 
-pub use peerpod_image_job::{Cause, Error, Event, Job, Limits, Outcome};
+pub use peerpod_image_job::{Cause, Error, Event, Fetched, Job, Limits, Outcome};
 pub use process::run;

@@ -56,7 +56,9 @@ fn work(job: Job) -> Result<crate::Outcome, Error> {
     // A name look-up cannot be interrupted.
     runtime.shutdown_background();
     let mut outcome = pulled.unwrap_or_else(|_| {
-        Err(Error::new(Cause::Late, format!("not done within {} s (images.limits.seconds)", limit.as_secs())))
+        let seconds = limit.as_secs();
+        let text = format!("not done within {seconds} s (images.limits.seconds); the next pull continues it");
+        Err(Error::new(Cause::Late, text))
     });
     if let Err(error) = &mut outcome {
         error.text = format!("pulling {}: {}", crate::cause::quote(&job.image), error.text);

@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::cause::{Cause, Error, disk};
 use crate::process::say;
+use crate::progress::Progress;
 use crate::registry::{self, Image, Layer, Process, Registry};
 use crate::store::{Record, Store, chain};
 use crate::stream::{Counted, open};
@@ -101,6 +102,8 @@ async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) ->
     // Locks are taken in the order of the layers, the lowest first, which excludes a deadlock.
     let missing: Vec<(usize, &Layer)> =
         image.layers.iter().enumerate().filter(|(at, _)| !store.has(&ids[*at])).collect();
+    let all = missing.iter().map(|(_, layer)| layer.size).fold(0, u64::saturating_add);
+    let progress = &Progress::new(image.layers.len(), all);
     let (unpacker, done) = Unpacker::start(job, store.clone(), ids.clone())?;
     let ids = &ids;
     let fetched = stream::iter(missing)
@@ -112,14 +115,16 @@ async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) ->
         })
         .map(|(at, layer, locked)| async move {
             let lock = locked?;
+            let told = |bytes| progress.set(at, bytes);
             if store.has(&ids[at]) {
+                told(layer.size);
                 return Ok(None); // another process was faster
             }
-            let blob = Blob(store.blob(&ids[at]));
-            let name = format!("layer {} of {}", at + 1, image.layers.len());
-            retried(async || registry.save(&name, layer, &blob.0).await).await?;
-            say(&Event::Progress { text: format!("{name}: {} KiB", layer.size >> 10) });
-            Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
+            let path = store.blob(&ids[at]);
+            retried(async || registry.save(layer, &path, &told).await).await?;
+            let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
+            say(&Event::Progress { text });
+            Ok(Some(Work { at, blob: Blob(path), layer: layer.clone(), _lock: lock }))
         })
         .buffered(AT_ONCE)
         .boxed_local();
@@ -149,7 +154,7 @@ async fn send_all(
     Ok((count, bytes))
 }
 
-/// File that is removed with its owner.
+/// File of a whole layer's packed bytes. It is removed with its owner.
 struct Blob(PathBuf);
 
 impl Drop for Blob {

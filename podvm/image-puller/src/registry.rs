@@ -4,12 +4,14 @@
 //! checked here. The client reads small answers whole, so the memory limit of the process is the bound there.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use oci_client::client::{Certificate, CertificateEncoding, ClientConfig, ClientProtocol};
+use oci_client::client::{
+    BlobResponse, Certificate, CertificateEncoding, ClientConfig, ClientProtocol, SizedStream,
+};
 use oci_client::errors::OciDistributionError;
 use oci_client::manifest::{ImageIndexEntry, OciDescriptor, OciManifest};
 use oci_client::secrets::RegistryAuth;
@@ -17,12 +19,12 @@ use oci_client::{Client, Reference, RegistryOperation};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde::Deserialize;
+use sha2::{Digest, Sha256};
 
+use crate::Job;
 use crate::cause::{Cause, Error, disk, quote};
 use crate::credentials;
-use crate::process::say;
 use crate::stream::Packing;
-use crate::{Event, Job};
 
 /// Limit of layers per image; an overlay has no more.
 const MAX_LAYERS: usize = 128;
@@ -30,8 +32,6 @@ const MAX_LAYERS: usize = 128;
 const MAX_CONFIG: i64 = 8 << 20;
 const MAX_CA: u64 = 16 << 20;
 const CONNECT: Duration = Duration::from_secs(10);
-/// Bytes of a layer between two reports of its progress.
-const REPORTED: u64 = 64 << 20;
 /// Time limit of all small requests of one attempt together.
 const QUESTIONS: Duration = Duration::from_secs(60);
 
@@ -164,54 +164,135 @@ impl Registry {
         })
     }
 
-    /// Writes a layer's packed bytes to `path`; they have the digest of the manifest. Reports the progress of a large
-    /// layer, which is `name` in the reports.
-    pub(crate) async fn save(&self, name: &str, layer: &Layer, path: &Path) -> Result<(), Error> {
-        let mut file = File::create(path).map_err(disk("writing", path))?;
-        let (mut written, all) = (0, layer.size >> 20);
-        let take = |part: &[u8]| {
-            file.write_all(part).map_err(disk("writing", path))?;
-            let before = written;
-            written += part.len() as u64;
-            if before / REPORTED != written / REPORTED {
-                say(&Event::Progress { text: format!("{name}: {} of {all} MiB", written >> 20) });
-            }
-            Ok(())
-        };
-        self.blob(&layer.descriptor, take).await
+    /// Writes a layer's packed bytes to `path`; they have the digest of the manifest. An earlier attempt's bytes in the
+    /// file count, and those of an attempt that a later one can continue stay. `told` gets the number of bytes.
+    pub(crate) async fn save(&self, layer: &Layer, path: &Path, told: &impl Fn(u64)) -> Result<(), Error> {
+        let saved = self.continue_file(layer, path, told).await;
+        if saved.as_ref().is_err_and(|error| !error.cause.is_transient()) {
+            drop(fs::remove_file(path));
+        }
+        saved
+    }
+
+    async fn continue_file(&self, layer: &Layer, path: &Path, told: &impl Fn(u64)) -> Result<(), Error> {
+        let failed = disk("writing", path);
+        let opened = File::options().create(true).truncate(false).read(true).write(true).open(path);
+        let mut file = opened.map_err(&failed)?;
+        let mut have = file.metadata().map_err(&failed)?.len();
+        if have > layer.size {
+            have = 0;
+        }
+        let stream = if have < layer.size { Some(self.open(&layer.descriptor, have).await?) } else { None };
+        if matches!(stream, Some(Opened { offset: 0, .. })) {
+            have = 0;
+        }
+        file.set_len(have).map_err(&failed)?;
+        let mut hash = None;
+        if have > 0 {
+            // The client checks whole streams only.
+            let hashing = tokio::task::spawn_blocking(move || hash_of(file)).await;
+            let hashing = hashing.map_err(|error| Error::new(Cause::Internal, error.to_string()))?;
+            let (hashed, read) = hashing.map_err(&failed)?;
+            (hash, file) = (Some(hashed), read);
+        }
+        told(have);
+        if let Some(opened) = stream {
+            let take = |part: &[u8]| {
+                file.write_all(part).map_err(&failed)?;
+                hash.iter_mut().for_each(|hash| hash.update(part));
+                have += part.len() as u64;
+                told(have);
+                Ok(())
+            };
+            self.drain(&layer.descriptor, opened, take).await?;
+        }
+        let found = hash.map(|hash| format!("sha256:{}", hex::encode(hash.finalize())));
+        if found.is_some_and(|found| found != layer.descriptor.digest) {
+            let digest = &layer.descriptor.digest;
+            return Err(Error::new(Cause::Digest, format!("the continued layer {digest} has other bytes")));
+        }
+        Ok(())
     }
 
     /// Streams a blob; an error unless it has exactly the expected size and digest.
-    pub(crate) async fn blob(
+    async fn blob(
         &self,
         descriptor: &OciDescriptor,
-        mut take: impl FnMut(&[u8]) -> Result<(), Error>,
+        take: impl FnMut(&[u8]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let what = format!("fetching {} from {}", descriptor.digest, self.reference.resolve_registry());
-        let late = |_| {
-            Error::new(Cause::Unreachable, format!("{what}: the registry is silent for {:?}", self.silence))
-        };
+        let opened = self.open(descriptor, 0).await?;
+        self.drain(descriptor, opened, take).await
+    }
+
+    /// Requests a blob from an offset on. A registry may send the whole blob instead.
+    async fn open(&self, descriptor: &OciDescriptor, offset: u64) -> Result<Opened, Error> {
+        let attempt = self.attempt(descriptor);
         // Without addresses of third parties: they come from the manifest's author.
         let descriptor = OciDescriptor { urls: None, ..descriptor.clone() };
-        let opening =
-            tokio::time::timeout(self.silence, self.client.pull_blob_stream(&self.reference, &descriptor));
-        let mut stream = opening.await.map_err(late)?.map_err(|e| crate::cause::registry(&what, &e))?;
-        let mut left = u64::try_from(descriptor.size).unwrap_or(0);
+        let opening = async {
+            if offset == 0 {
+                let stream = self.client.pull_blob_stream(&self.reference, &descriptor).await?;
+                return Ok(Opened { stream, offset });
+            }
+            let opening = self.client.pull_blob_stream_partial(&self.reference, &descriptor, offset, None);
+            Ok(match opening.await? {
+                BlobResponse::Full(stream) => Opened { stream, offset: 0 },
+                BlobResponse::Partial(stream) => Opened { stream, offset },
+            })
+        };
+        let opened = tokio::time::timeout(self.silence, opening).await.map_err(|_| self.late(&attempt))?;
+        opened.map_err(|error| crate::cause::registry(&attempt, &error))
+    }
+
+    /// Reads an open blob to its end.
+    async fn drain(
+        &self,
+        descriptor: &OciDescriptor,
+        opened: Opened,
+        mut take: impl FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let Opened { mut stream, offset } = opened;
+        let attempt = self.attempt(descriptor);
+        let mut left = u64::try_from(descriptor.size).unwrap_or(0).saturating_sub(offset);
+        let late = |_| self.late(&attempt);
         while let Some(part) = tokio::time::timeout(self.silence, stream.next()).await.map_err(late)? {
-            let part =
-                part.map_err(|error| crate::cause::registry(&what, &OciDistributionError::IoError(error)))?;
+            let failed = |error| crate::cause::registry(&attempt, &OciDistributionError::IoError(error));
+            let part = part.map_err(failed)?;
             left = left.checked_sub(part.len() as u64).ok_or_else(|| {
-                let text = format!("{what}: more bytes than the {} that the manifest names", descriptor.size);
+                let size = descriptor.size;
+                let text = format!("{attempt}: more bytes than the {size} that the manifest names");
                 Error::new(Cause::Digest, text)
             })?;
             take(&part)?;
         }
         if left > 0 {
-            let text = format!("{what}: {left} bytes of {} are missing", descriptor.size);
+            let text = format!("{attempt}: {left} bytes of {} are missing", descriptor.size);
             return Err(Error::new(Cause::Digest, text));
         }
         Ok(())
     }
+
+    fn attempt(&self, descriptor: &OciDescriptor) -> String {
+        format!("fetching {} from {}", descriptor.digest, self.reference.resolve_registry())
+    }
+
+    fn late(&self, attempt: &str) -> Error {
+        let text = format!("{attempt}: the registry is silent for {:?}", self.silence);
+        Error::new(Cause::Unreachable, text)
+    }
+}
+
+/// Blob that the registry sends from this offset on.
+struct Opened {
+    stream: SizedStream,
+    offset: u64,
+}
+
+/// Returns the hash of a file's bytes, and the file at its end.
+fn hash_of(mut file: File) -> io::Result<(Sha256, File)> {
+    let mut hash = Sha256::new();
+    io::copy(&mut file, &mut hash)?;
+    Ok((hash, file))
 }
 
 /// Returns the digest of the entry for this machine.

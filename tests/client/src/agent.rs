@@ -26,7 +26,7 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(30);
 /// Pause between the Rust shim's attempts to connect.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Deadline of every request that is not a long poll. The Rust shim's `create_container_timeout` is 60 s in deploy/kata; an
+/// Deadline of every request that is not a long poll. The Rust shim's `create_container_timeout` is 110 s in deploy/kata; an
 /// emulated VM on a busy machine needs more.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(240);
 

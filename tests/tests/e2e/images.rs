@@ -7,8 +7,8 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use base64::Engine;
@@ -237,6 +237,50 @@ fn a_killed_pull_leaves_nothing() {
     assert!(!mounts.contains(store.0.to_str().unwrap()), "no mount of it is left: {mounts}");
     let seen = inspect(&job, "cat d?/f? d?/f?? | wc -c");
     assert_eq!(seen.trim(), (4 * 40 * 60_000).to_string());
+}
+
+#[test]
+fn a_broken_pull_continues_with_the_bytes_that_are_here() {
+    let numbers: Vec<u8> = (0..4_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let layer = LayerBuilder::new().file("large", 0o644, &numbers).build(Packing::Plain);
+    let (blob, path) = (layer.blob.clone(), format!("/blobs/{}", images_common::digest(&layer.blob)));
+    // Each answer ends after a million bytes.
+    let sent = Arc::new(Mutex::new(Vec::new()));
+    let (offsets, good) = (sent.clone(), Arc::new(AtomicBool::new(true)));
+    let is_good = good.clone();
+    let registry = Hostile::start(Image::of(&[layer]), move |request, stream| {
+        if !request.path.ends_with(&path) {
+            return None;
+        }
+        let offset = request.offset.unwrap_or(0);
+        offsets.lock().unwrap().push(offset);
+        let rest = &blob[offset..];
+        let status = if offset == 0 { "200 OK" } else { "206 Partial Content" };
+        head(stream, status, &format!("Content-Length: {}\r\n", rest.len()));
+        let part = &rest[..rest.len().min(1_000_000)];
+        let part = if is_good.load(Ordering::Relaxed) { part.to_vec() } else { vec![0; part.len()] };
+        stream.write_all(&part).ok()
+    });
+    let store = Folder::new();
+    let job = job(&store.0, &registry.name());
+    // A pull makes four attempts, and the image needs five.
+    let (kind, text) = cause(pull(&job));
+    assert_eq!(kind, "unreachable", "{text}");
+    assert_eq!(pull(&job).unwrap()["fetched"], 1);
+    let requests = sent.lock().unwrap().clone();
+    assert!(requests.len() >= 5 && requests.is_sorted() && requests[1] > 0, "{requests:?}");
+    assert_eq!(layers_in(&store.0), (1, Vec::new()));
+    assert_eq!(inspect(&job, "wc -c <large").trim(), "4000000");
+
+    // Wrong bytes of an earlier answer are found, and do not stay.
+    let store = Folder::new();
+    let job = images_common::job(&store.0, &registry.name());
+    good.store(false, Ordering::Relaxed);
+    assert_eq!(cause(pull(&job)).0, "unreachable");
+    good.store(true, Ordering::Relaxed);
+    let (kind, text) = cause(pull(&job));
+    assert!(kind == "digest" && text.contains("other bytes"), "{kind} {text}");
+    assert_eq!(layers_in(&store.0), (0, Vec::new()));
 }
 
 #[test]

@@ -20,6 +20,8 @@ pub struct Request {
     pub path: String,
     pub authorization: String,
     pub host: String,
+    /// Offset of a request for the rest of a blob.
+    pub offset: Option<usize>,
 }
 
 /// Serves the image under any name until the test ends, and counts the requested blobs.
@@ -92,6 +94,7 @@ fn read(stream: &TcpStream) -> Option<Request> {
         path: first.split(' ').nth(1)?.to_owned(),
         authorization: String::new(),
         host: String::new(),
+        offset: None,
     };
     for line in lines {
         let line = line.ok()?;
@@ -102,6 +105,10 @@ fn read(stream: &TcpStream) -> Option<Request> {
         match name.to_ascii_lowercase().as_str() {
             "authorization" => request.authorization = value.to_owned(),
             "host" => request.host = value.to_owned(),
+            "range" => {
+                let offset = value.trim_start_matches("bytes=").trim_end_matches('-');
+                request.offset = offset.parse().ok();
+            }
             _ => {}
         }
     }

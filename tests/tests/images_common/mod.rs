@@ -327,6 +327,11 @@ impl Registry {
         registry
     }
 
+    /// Puts one more image into its storage.
+    pub fn add(&self, name: &str, image: &Image) {
+        store(&self.folder.join("data"), name, image);
+    }
+
     /// Starts a registry on the node's address in the VMs' network, for machines that boot.
     pub fn for_machines(world: &World, images: &[(&str, &Image)]) -> Registry {
         let at = Some(SocketAddr::from(([10, 97, 0, 1], PORT)));

@@ -5,13 +5,15 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use peerpod_image_job::{Cause, Error, Event, Job, Outcome};
+use peerpod_image_job::{Cause, Error, Event, Fetched, Job, Outcome};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 /// Time beyond the job's own limit, after which the process is killed.
 const GRACE: Duration = Duration::from_secs(10);
+/// Bytes of an image between two lines of the log.
+const LOGGED: u64 = 64 << 20;
 /// Limit of the whole output in bytes.
 const MAX_WORDS: u64 = 4 << 20;
 
@@ -23,8 +25,9 @@ fn program() -> PathBuf {
     beside_us.filter(|program| program.is_file()).unwrap_or_else(|| INSTALLED.into())
 }
 
-/// Runs the job in a process of its own, which dies with the returned future.
-pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
+/// Runs the job in a process of its own, which dies with the returned future. `told` gets the progress, about once a
+/// second.
+pub(super) async fn run(job: &Job, told: impl FnMut(Fetched)) -> Result<Outcome, Error> {
     let internal =
         |what: &str, error: std::io::Error| Error::new(Cause::Internal, format!("{what}: {error}"));
     let text = serde_json::to_vec(job).map_err(|e| internal("writing the job", e.into()))?;
@@ -39,7 +42,7 @@ pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
         .map_err(|e| internal(&format!("starting {}", program.display()), e))?;
     let limit = Duration::from_secs(job.limits.seconds) + GRACE;
     let late = |_| Err(Error::new(Cause::Late, format!("pulling {}: not done within {limit:?}", job.image)));
-    let outcome = timeout(limit, talk(&mut child, &text, job)).await.unwrap_or_else(late);
+    let outcome = timeout(limit, talk(&mut child, &text, job, told)).await.unwrap_or_else(late);
     // The process has sent its result, or must not send one any more.
     child.start_kill().ok();
     let status = timeout(GRACE, child.wait()).await;
@@ -50,7 +53,12 @@ pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
 }
 
 /// Sends the job and reads the result. An error without text means that the process ended without a result.
-async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Error> {
+async fn talk(
+    child: &mut Child,
+    job: &[u8],
+    about: &Job,
+    mut told: impl FnMut(Fetched),
+) -> Result<Outcome, Error> {
     let silent = || Error::new(Cause::Internal, "");
     let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(silent());
@@ -59,8 +67,17 @@ async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Err
     drop(input.write_all(job).await);
     drop(input);
     let mut lines = BufReader::new(output.take(MAX_WORDS)).lines();
+    let mut logged = 0;
     while let Ok(Some(line)) = lines.next_line().await {
         match serde_json::from_str(&line) {
+            Ok(Event::Fetched(fetched)) => {
+                let Fetched { bytes, of } = fetched;
+                if bytes / LOGGED != std::mem::replace(&mut logged, bytes / LOGGED) {
+                    let text = format!("{} of {} MiB", bytes >> 20, of >> 20);
+                    tracing::info!(image = about.image, text, "pull");
+                }
+                told(fetched);
+            }
             Ok(Event::Progress { text }) => tracing::info!(image = about.image, text, "pull"),
             Ok(Event::Warning { text }) => tracing::warn!(image = about.image, text, "pull"),
             Ok(Event::Done(outcome)) => return Ok(outcome),

@@ -1,6 +1,8 @@
 //! Rewrites requests: bytes of a ttrpc request in, bytes out. The types name only the fields that are touched; all
 //! others are unknown fields and survive.
 
+use std::time::Duration;
+
 use anyhow::{Context, ensure};
 use peerpod_link::frame::MAX_PAYLOAD;
 use peerpod_proto::intercept::{CreateContainerRequest, CreateSandboxRequest, LinuxNamespace};
@@ -35,6 +37,9 @@ pub(super) fn create_container(
 ) -> anyhow::Result<Rewritten> {
     let mut request = Request::parse_from_bytes(&payload).context(DECODE)?;
     let mut container = CreateContainerRequest::parse_from_bytes(&request.payload).context(DECODE)?;
+    if let Some(nanos) = u64::try_from(request.timeout_nano).ok().filter(|nanos| *nanos > 0) {
+        notice.wanted_within(&container.container_id, Duration::from_nanos(nanos));
+    }
     let wanted = volumes::wanted(&container)?;
     let Some(spec) = container.OCI.as_mut() else { return Ok(Rewritten::Whole(payload)) };
 

@@ -83,6 +83,8 @@ pub enum Event {
         /// Text for people.
         text: String,
     },
+    /// Bytes of the image that are in the VM.
+    Fetched(Fetched),
     /// Problem that does not stop the pull.
     Warning {
         /// Text for people.
@@ -92,6 +94,15 @@ pub enum Event {
     Done(Outcome),
     /// Last event: the pull failed.
     Failed(Error),
+}
+
+/// Packed bytes of an image's missing layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fetched {
+    /// Bytes that are in the VM.
+    pub bytes: u64,
+    /// Bytes of all these layers.
+    pub of: u64,
 }
 
 /// Result of a pull.

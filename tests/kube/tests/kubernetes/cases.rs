@@ -1,6 +1,7 @@
 //! The cases: what users do with pods, each in a Kubernetes namespace of its own.
 
 pub(crate) mod claims;
+pub(crate) mod images;
 mod life;
 pub(crate) mod network;
 mod prints;
@@ -29,6 +30,7 @@ pub(crate) type Run = fn(&Case<'_>) -> anyhow::Result<()>;
 /// Every case with its name.
 pub(crate) const CASES: &[(&str, Run)] = &[
     ("run, logs", life::run_and_logs),
+    ("images: longer than every timeout", images::slow_registry),
     ("images: 1 GiB, and its progress in the log", rights::large_image),
     ("cp: 200 MB there and back", life::large_copy),
     ("port-forward: 100 MB", network::large_forward),

@@ -22,10 +22,11 @@ use peerpod_test_kube::{NODE, project, report};
 use peerpod_world::{Libvirtd, World, eventually_blocking};
 use serde_json::{Value, json};
 
+use crate::cases::images::slow_registry;
 use crate::cases::{CASES, Case, OF_SLICE};
 use crate::churn::come_and_go;
 use crate::images_common::PORT;
-use crate::node::{ADDRESS, Layout, Node, SECOND, busybox};
+use crate::node::{ADDRESS, Layout, Node, SECOND, SLOW, busybox};
 use crate::{SLICE, audit};
 
 /// Namespace of the release.
@@ -74,13 +75,14 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let folder = world.folder();
     let on =
         Installed { node: &node, libvirtd: RefCell::new(libvirtd), folder, values, began: Instant::now() };
-    let steps: [(&str, Step); 17] = [
+    let steps: [(&str, Step); 18] = [
         ("helm install: all pods are ready", install),
         ("each container has the rights that the chart asks for, and no more", rights::check),
         ("a pod with the runtime class and no other word runs in a VM", first_pod),
         ("a dozen cases in VMs of libvirt", dozen),
         ("pods come and go (long runs only)", churn),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
+        ("an image that takes longer than every timeout, with its progress in Events", slow_image),
         ("a CSI driver with peerpod-csi before it", claims::install),
         ("a claim: the next pod reads the bytes", claims::next_pod),
         ("helm upgrade under an exec, a log, a copy and a volume: nothing is missing", upgrade),
@@ -126,7 +128,7 @@ fn values_for(folder: &Path, vm: &Value) -> Value {
     json!({
         "image": { "repository": format!("{ADDRESS}:{PORT}/peerpod"), "tag": "1" },
         "config": {
-            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT},{ADDRESS}:{SECOND}") },
+            "node": { "plain-http-registries": format!("{ADDRESS}:{PORT},{ADDRESS}:{SECOND},{ADDRESS}:{SLOW}") },
             "provider": { "libvirt": {
                 "pool": peerpod_world::POOL, "network": peerpod_world::NETWORK, "volume": null,
                 "kernel": file("kernel"), "initrd": file("initrd"), "cmdline": vm["cmdline"],
@@ -226,6 +228,16 @@ fn private_image(on: &Installed<'_>) -> anyhow::Result<()> {
     case.kubectl(&["patch", "serviceaccount", "default", "-p", patch])?;
     pod("account", "")?;
     case.ready("account")?;
+    case.kubectl(&["delete", "pods", "--all", "--timeout=120s"]).map(drop)
+}
+
+fn slow_image(on: &Installed<'_>) -> anyhow::Result<()> {
+    let case = Case::new(on.node, "slow")?;
+    slow_registry(&case)?;
+    println!(
+        "                 {}",
+        case.kubectl(&["get", "events", "--field-selector=reason=PullingImage", "--no-headers"])?.trim()
+    );
     case.kubectl(&["delete", "pods", "--all", "--timeout=120s"]).map(drop)
 }
 

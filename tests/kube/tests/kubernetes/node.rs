@@ -30,6 +30,10 @@ use crate::metrics;
 pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 97, 1, 2);
 /// Port of a second registry, which some cases start.
 pub(crate) const SECOND: u16 = 5001;
+/// Port of the registry that is slow for VMs.
+pub(crate) const SLOW: u16 = 5002;
+/// kubelet's `runtimeRequestTimeout` in seconds. An image takes longer in one case.
+const REQUEST_TIMEOUT: u32 = 60;
 /// Time limit of the node's start.
 const READY: Duration = Duration::from_secs(120);
 /// Name of the shim in containerd's PATH, which follows from the runtime's type.
@@ -96,7 +100,7 @@ pub(crate) struct Node {
     clock: Option<Clock>,
     /// Digest of the image with Busybox' commands.
     pub(crate) digest: String,
-    _registry: Registry,
+    registry: Registry,
     pub(crate) cluster: Cluster,
     client: Client,
     runtime: Handle,
@@ -160,7 +164,7 @@ impl Node {
         let daemons = if layout.is_harness {
             let settings = Settings::none()
                 .set("node.name", NODE)
-                .set("node.plain-http-registries", format!("{at},{ADDRESS}:{SECOND}"))
+                .set("node.plain-http-registries", format!("{at},{ADDRESS}:{SECOND},{ADDRESS}:{SLOW}"))
                 .set("relay.bundles", json!([bundles]))
                 .set("provider.local.agent-binary", kata.join("agent").to_string_lossy());
             let settings = layout.clock.iter().fold(settings, |settings, clock| clock.settings(settings));
@@ -172,8 +176,7 @@ impl Node {
         dns::serve(ADDRESS, client.clone())?;
         let (clock, runtime) = (layout.clock.clone(), Handle::current());
         let digest = digest(&of_busybox.manifest);
-        let node =
-            Node { processes, daemons, clock, digest, _registry: registry, cluster, client, runtime, folder };
+        let node = Node { processes, daemons, clock, digest, registry, cluster, client, runtime, folder };
         if layout.is_harness {
             node.apply("", RUNTIME_CLASS)?;
         }
@@ -186,6 +189,16 @@ impl Node {
         Ok(node)
     }
 
+    /// Puts an image into the node's registry.
+    pub(crate) fn store_image(&self, name: &str, layers: &[Layer]) {
+        self.registry.add(name, &Image::of(layers));
+    }
+
+    /// Lets containerd pull from a registry without TLS at this port of the node.
+    pub(crate) fn trust(&self, port: u16) -> anyhow::Result<()> {
+        trust(&self.folder, &SocketAddr::from((ADDRESS, port)))
+    }
+
     /// Starts a second registry with one image, which may want a user and a password.
     pub(crate) fn second_registry(
         &self,
@@ -193,8 +206,8 @@ impl Node {
         layers: &[Layer],
         secret: Option<(&str, &str)>,
     ) -> anyhow::Result<Registry> {
+        self.trust(SECOND)?;
         let at = SocketAddr::from((ADDRESS, SECOND));
-        trust(&self.folder, &at)?;
         let serving = Serving { at: Some(at), secret, ..Serving::default() };
         Ok(Registry::start(&[(name, &Image::of(layers))], &serving))
     }
@@ -252,6 +265,11 @@ impl Node {
             }
         }
         self.runtime.block_on(daemons.ready())
+    }
+
+    /// Returns whether the node daemon knows the API server: the chart's does.
+    pub(crate) fn posts_events(&self) -> bool {
+        self.daemons.is_none()
     }
 
     /// Returns the folder of the daemons' state.
@@ -499,6 +517,7 @@ fn of_kubernetes(folder: &Path, layout: &Layout, cluster: &Cluster) -> anyhow::R
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": of_cluster("node.crt"), "tlsPrivateKeyFile": of_cluster("node.key"),
         "clusterDNS": [ADDRESS], "clusterDomain": "cluster.local", "volumePluginDir": at("plugins"),
+        "runtimeRequestTimeout": format!("{REQUEST_TIMEOUT}s"),
         "syncFrequency": "5s", "configMapAndSecretChangeDetectionStrategy": "Watch",
     });
     fs::write(folder.join("kubelet.yaml"), kubelet.to_string())?;

@@ -5,7 +5,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, UNIX_EPOCH};
 
-use peerpod_proto::guest::{NetworkPlan, Status};
+use peerpod_proto::guest::{NetworkPlan, Pull, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
@@ -15,8 +15,12 @@ use crate::sandbox::vm::events::interruption;
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_LOGGED: u32 = 64;
 const MOST_NOTES: usize = 8;
+const MIB: f64 = 1_048_576.0;
 /// Pulls that one report adds to the metric: a hostile guest must not spoil it.
 const MOST_PULLS: u64 = 100;
+
+/// Maximum number of Events with the progress of pulls, in one life of the sandbox's task.
+const MOST_PULL_EVENTS: u32 = 64;
 
 /// Last report of a guest, and the number of log lines so far.
 #[derive(Default)]
@@ -28,6 +32,9 @@ pub(crate) struct Reports {
     logged: u32,
     /// Pulls of images that were counted, done and failed. A new guest program begins again at 0.
     pulls: [u64; 2],
+    /// Progress of the pulls in flight that is in an Event already.
+    pulling: Vec<Pull>,
+    pull_events: u32,
     /// Whether the guest reported that the cloud takes the VM back. Only its first report counts.
     reclaimed: bool,
 }
@@ -59,6 +66,7 @@ impl Task {
             let event = interruption(&self.metrics, vm, at);
             self.tell(event.reason, event.text);
         }
+        self.post_pulls(&status.pulls);
         self.count_pulls([status.images_pulled, status.image_pulls_failed]);
         if path.is_some() && path != self.guest.reports.path {
             self.log_path(path);
@@ -72,6 +80,17 @@ impl Task {
             }
             self.guest.reports.notes = notes;
         }
+    }
+
+    /// Posts the progress of pulls that take long. The guest reports it ever more rarely.
+    fn post_pulls(&mut self, pulls: &[Pull]) {
+        for pull in pulls.iter().filter(|pull| !self.guest.reports.pulling.contains(pull)) {
+            if self.guest.reports.pull_events < MOST_PULL_EVENTS {
+                self.guest.reports.pull_events += 1;
+                self.progress("PullingImage", pull_text(pull));
+            }
+        }
+        self.guest.reports.pulling = pulls.to_vec();
     }
 
     /// Adds the pulls of images since the last report. A guest adds at most [`MOST_PULLS`] at once.
@@ -105,6 +124,16 @@ fn may_log(logged: &mut u32) -> bool {
         warn!(bound = MOST_LOGGED, "the guest reports too often; its further reports are not logged");
     }
     *logged < MOST_LOGGED
+}
+
+fn pull_text(pull: &Pull) -> String {
+    let Pull { bytes, of, bytes_per_second, elapsed_ms, .. } = pull;
+    let (image, seconds, mib) = (clip(&pull.image), elapsed_ms / 1000, *bytes_per_second as f64 / MIB);
+    format!(
+        "The VM pulls image {image}: {} of {} MiB after {seconds} s, {mib:.1} MiB/s",
+        bytes >> 20,
+        of >> 20
+    )
 }
 
 /// Compares the status with the plan; `None` while the guest has not reported a path.

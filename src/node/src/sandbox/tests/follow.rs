@@ -200,3 +200,32 @@ async fn a_guest_reports_once_that_the_cloud_takes_its_vm_back() {
     assert_eq!((node.phase("a").as_str(), node.phase("b").as_str()), ("running", "running"));
     node.kill().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_progress_of_a_long_pull_is_posted_and_bounded() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    let texts = || {
+        let progress = world.state().progress.clone();
+        let pulls = progress.into_iter().filter(|(_, reason, _)| *reason == "PullingImage");
+        pulls.map(|(_, _, text)| text).collect::<Vec<_>>()
+    };
+    node.fx.pulls("a", "r.example/a:1", Some(30));
+    settled(&node, &world).await;
+    assert_eq!(texts(), ["The VM pulls image r.example/a:1: 30 of 300 MiB after 20 s, 1.5 MiB/s"]);
+    // The same pull in another report, and its end.
+    node.fx.pulls("a", "r.example/a:1", Some(30));
+    settled(&node, &world).await;
+    node.fx.pulls("a", "r.example/a:1", None);
+    settled(&node, &world).await;
+    assert_eq!(texts().len(), 1);
+    // A hostile guest reports ever more.
+    for mib in 0..100 {
+        node.fx.pulls("a", "\n", Some(mib));
+        settled(&node, &world).await;
+    }
+    assert_eq!(texts().len(), 64);
+    assert!(texts().iter().all(|text| !text.contains('\n')), "{:?}", texts());
+    node.kill().await;
+}

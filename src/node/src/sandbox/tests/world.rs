@@ -528,6 +528,21 @@ impl Fake {
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
 
+    /// Makes the guest report a pull in flight of 300 MiB; `None`: it is over.
+    pub(super) fn pulls(&self, id: &str, image: &str, mib: Option<u64>) {
+        let mut status = peerpod_proto::guest::Status::new();
+        status.pulls.extend(mib.map(|mib| peerpod_proto::guest::Pull {
+            image: image.to_owned(),
+            bytes: mib << 20,
+            of: 300 << 20,
+            bytes_per_second: 3 << 19,
+            elapsed_ms: 20_500,
+            ..Default::default()
+        }));
+        let status = protobuf::Message::write_to_bytes(&status).unwrap();
+        self.guest_sender(id).send_modify(|guest| guest.status = status);
+    }
+
     /// Makes the guest report the bytes that it has not written back yet.
     pub(super) fn has_unwritten(&self, id: &str, bytes: u64) {
         let mut status = peerpod_proto::guest::Status::new();
