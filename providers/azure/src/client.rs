@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
+use peerpod_provider_cloud::settings::is_secret_safe;
 use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::sources::{ClientSecret, Federated, Metadata};
 use peerpod_provider_rest::{
@@ -14,7 +15,7 @@ use peerpod_provider_rest::{
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::config::{AzureConfig, Credentials, is_secret_safe};
+use crate::config::{AzureConfig, Credentials};
 use crate::ids::ResourceId;
 use crate::refusal::DIALECT;
 

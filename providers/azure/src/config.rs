@@ -242,16 +242,10 @@ fn cloud(section: &mut Reader) -> Cloud {
 fn authority_host(section: &mut Reader) -> Option<String> {
     let help = "URL of Entra ID; default: AZURE_AUTHORITY_HOST, or the cloud's";
     let host: Option<String> = section.optional("authority-host", help);
-    if host.as_ref().is_some_and(|url| !is_secret_safe(url)) {
+    if host.as_ref().is_some_and(|url| !settings::is_secret_safe(url)) {
         section.mistake("authority-host", format!("not a URL; write it like {}", Cloud::Public.authority()));
     }
     host
-}
-
-/// Whether a credential may be sent to this URL: over TLS, or to this machine (in tests).
-pub(crate) fn is_secret_safe(url: &str) -> bool {
-    let local = ["http://127.0.0.1:", "http://localhost:", "http://[::1]:"];
-    url.starts_with("https://") || local.iter().any(|start| url.starts_with(start))
 }
 
 fn credentials(section: &mut Reader) -> Credentials {

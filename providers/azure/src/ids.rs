@@ -85,22 +85,15 @@ pub(crate) fn is_segment(part: &str) -> bool {
 
 /// Returns the name of a part of a VM, like its first interface (`nic0`).
 pub(crate) fn part(owner: &Owner, vm: &str, part: &str) -> String {
-    format!("{vm}-{}-{part}", mark(owner))
+    format!("{vm}-{}-{part}", names::proof(owner))
 }
 
 /// Returns the VM of a part with this name if the name has the owner's mark. Azure may append to the name.
 pub(crate) fn vm_of_part(owner: &Owner, name: &str) -> Option<String> {
     let name = name.to_ascii_lowercase();
     let (vm, rest) = name.split_at_checked(VM_NAME)?;
-    let rest = rest.strip_prefix('-')?.strip_prefix(mark(owner).as_str())?;
+    let rest = rest.strip_prefix('-')?.strip_prefix(names::proof(owner).as_str())?;
     (vm.starts_with(&names::prefix(owner)) && rest.starts_with('-')).then(|| vm.to_owned())
-}
-
-/// Returns the part of a name that proves cluster and installation; the VM's name proves the node.
-fn mark(owner: &Owner) -> String {
-    let Owner { cluster_id, installation, .. } = owner;
-    let half = |number: &str| names::short(&[number, cluster_id, installation]);
-    format!("{}{}", half("1"), half("2"))
 }
 
 #[cfg(test)]

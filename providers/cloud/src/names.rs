@@ -9,7 +9,7 @@ use peerpod_provider_api::{IdempotencyKey, Owner};
 use sha2::{Digest, Sha256};
 
 /// Prefix of all names.
-const ALL: &str = "pp-";
+pub const ALL: &str = "pp-";
 /// Characters of the owner's part: 40 bits. Two owners with one prefix cost a look at each other's VMs, no more.
 const OWNER: usize = 8;
 /// Characters of the key's part: 130 bits.
@@ -34,6 +34,14 @@ pub fn prefix(owner: &Owner) -> String {
 /// Returns a text of eight characters of `[a-z2-7]` for these parts, for marks that are too narrow for the parts.
 pub fn short(parts: &[&str]) -> String {
     base32(&digest(parts), OWNER)
+}
+
+/// Returns 16 characters that prove cluster and installation (80 bits), for the name of an object to which the cloud gives
+/// no marks. A name of [`unique`] before them proves the node.
+pub fn proof(owner: &Owner) -> String {
+    let Owner { cluster_id, installation, .. } = owner;
+    let half = |number: &str| short(&[number, cluster_id, installation]);
+    format!("{}{}", half("1"), half("2"))
 }
 
 /// Returns a UUID of version 8 (custom) that follows from the key, like `0f5c1d5e-…`.

@@ -191,6 +191,12 @@ pub fn endpoint(section: &mut Reader, help: &str, example: &str) -> Option<Strin
     endpoint
 }
 
+/// Whether a credential may be sent to this URL: over TLS, or to this machine (in tests).
+pub fn is_secret_safe(url: &str) -> bool {
+    let local = ["http://127.0.0.1:", "http://localhost:", "http://[::1]:"];
+    url.starts_with("https://") || local.iter().any(|start| url.starts_with(start))
+}
+
 /// Reads the constant `call-timeout`: the longest wait for one answer of the API.
 pub fn call_timeout(section: &mut Reader) -> Duration {
     section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT)

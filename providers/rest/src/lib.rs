@@ -5,6 +5,7 @@
 //! * [`Rest`] makes a call of the cloud's API: its turn from the scheduler, the token, the answer, and the error of a
 //!   refusal by the cloud's [`Dialect`]. It also reads lists of several pages ([`Next`]).
 //! * [`decide`] waits until an asynchronous cloud has decided on an accepted call.
+//! * [`ibm`] has the parts that the services of IBM Cloud share.
 //! * [`read`] reads values of an answer. Answers are untrusted: nothing here panics or loops without an end.
 //!
 //! Repeats no call by itself, except after a throttle (in a later turn) and once after an expired token: the decorator
@@ -15,6 +16,7 @@ mod dialect;
 mod failure;
 mod hosts;
 mod http;
+pub mod ibm;
 mod operation;
 mod page;
 pub mod read;

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::ApiCall;
+use reqwest::Url;
 use serde_json::Value;
 
 use crate::call::Rest;
@@ -23,6 +24,9 @@ pub enum Next {
     Link(&'static str),
     /// The page has a token at this JSON pointer, which the next request has as this parameter.
     Token(&'static str, &'static str),
+    /// The page has the URL of the next one at this JSON pointer. That URL lacks other parameters of the first request,
+    /// so the next request has only this parameter of it.
+    Part(&'static str, &'static str),
 }
 
 impl Rest {
@@ -75,6 +79,16 @@ impl Rest {
             Next::Token(pointer, parameter) => {
                 text(pointer).map(|token| first.clone().query(parameter, token))
             }
+            Next::Part(pointer, parameter) => match text(pointer) {
+                Some(link) => {
+                    let url = self.hosts().base().join(link).ok();
+                    let mut pairs = url.iter().flat_map(Url::query_pairs);
+                    let part = pairs.find(|(name, _)| name == parameter).map(|(_, value)| value.into_owned());
+                    let odd = || Error::transient(format!("the link to the next page has no {parameter}"));
+                    Some(first.clone().query(parameter, &part.ok_or_else(odd)?))
+                }
+                None => None,
+            },
         })
     }
 }

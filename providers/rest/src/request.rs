@@ -45,7 +45,7 @@ impl Request {
         self
     }
 
-    /// Sets a header whose value is known only now, like a signature.
+    /// Sets a header whose value is not a constant, like a signature.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Request {
         self.headers.insert(name, value);

@@ -2,9 +2,10 @@
 //! projected tokens rotate.
 //!
 //! All answers have the form of OAuth 2.0 (RFC 6749, section 5), also those of the metadata services of Azure and
-//! Google.
+//! Google, and of IBM's IAM except for its refusals.
 
 mod exchange;
+mod iam;
 mod jwt;
 mod metadata;
 mod oauth;
@@ -16,6 +17,7 @@ use peerpod_provider_api::Error;
 use tokio::io::AsyncReadExt;
 
 pub use exchange::{Exchange, Impersonation, Subject};
+pub use iam::{ApiKey, ComputeResource};
 pub use jwt::JwtBearer;
 pub use metadata::Metadata;
 pub use oauth::{ClientSecret, Federated};

@@ -114,9 +114,10 @@ pub(super) fn successful(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &s
     }
     let (status, body) = (answer.status(), answer.json());
     let text = |pointer| read::text(&body, pointer);
-    // OAuth has a text in `error`, Google's other APIs an object.
-    let code = text("/error").or_else(|| text("/error/status")).unwrap_or("no code");
-    let message = text("/error_description").or_else(|| text("/error/message")).unwrap_or("no message");
+    let first = |pointers: [&'static str; 3]| pointers.into_iter().find_map(text);
+    // OAuth has a text in `error`, Google's other APIs an object, IBM's IAM `errorCode`.
+    let code = first(["/error", "/error/status", "/errorCode"]).unwrap_or("no code");
+    let message = first(["/error_description", "/error/message", "/errorMessage"]).unwrap_or("no message");
     let words =
         format!("get an access token: {host} refused it ({status} {}): {}", clip(code), clip(message));
     Err(match status {
