@@ -9,6 +9,7 @@
 //!   services that issue tokens.
 //! * [`Gcp`]: Google's Compute Engine with instances, bulk inserts, disks, operations and machine types, and the
 //!   services that issue tokens.
+//! * [`IbmCloud`]: IBM Cloud's VPC API with instances, volumes and profiles, [`iam`] and Global Tagging.
 //! * [`witness`]: the vendors' models and clients.
 //!
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
@@ -23,6 +24,8 @@ mod core;
 mod fake;
 mod faults;
 pub mod gcp;
+pub mod iam;
+pub mod ibmcloud;
 mod rates;
 mod server;
 mod store;
@@ -37,6 +40,7 @@ pub use core::Call;
 pub use fake::{Answer, Fake, Request, World, pairs};
 pub use faults::{Fault, Faults};
 pub use gcp::Gcp;
+pub use ibmcloud::IbmCloud;
 pub use rates::{Rate, Rates};
 pub use server::listen;
 pub use store::{Store, Stored};

@@ -4,7 +4,9 @@
 //! * [`google_document`]: Google's discovery document. It checks paths, parameters, bodies and answers.
 //! * [`alibaba_models`]: Alibaba Cloud's Python models and signer. They name each parameter and member that they do not
 //!   know, and each signature that differs from theirs.
-//! * [`alibaba_client`], [`azure_client`], [`google_client`]: the vendors' Python clients, at a cloud's witness endpoint.
+//! * [`ibm_models`]: the models of IBM's Python SDK. They name each field of a request or an answer that they do not know.
+//! * [`alibaba_client`], [`azure_client`], [`google_client`], [`ibm_client`]: the vendors' Python clients, at a cloud's
+//!   witness endpoint.
 //!
 //! These functions block; tests with a runtime of one thread need `spawn_blocking`.
 
@@ -18,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::azure::SUBSCRIPTION;
 use crate::core::Call;
-use crate::{Alibaba, Azure, Cloud, Gcp};
+use crate::{Alibaba, Azure, Cloud, Gcp, IbmCloud};
 
 /// Returns the types of Microsoft's models for the body and the answer of a call; empty: there is none.
 fn azure_types(action: &str) -> (&'static str, &'static str) {
@@ -56,10 +58,30 @@ fn azure_types(action: &str) -> (&'static str, &'static str) {
 /// # Errors
 /// When the models cannot be built, or the program fails.
 pub fn azure_models(calls: &[Call]) -> anyhow::Result<Vec<String>> {
+    static MODELS: OnceLock<PathBuf> = OnceLock::new();
+    unknown(Command::new(made(&MODELS, "models")?), calls, azure_types)
+}
+
+/// Returns what IBM's models do not know of these calls' bodies and successful answers.
+///
+/// # Errors
+/// When the models cannot be installed, or the program fails.
+pub fn ibm_models(calls: &[Call]) -> anyhow::Result<Vec<String>> {
+    let mut command = Command::new(python()?);
+    command.arg(script("ibm_models.py"));
+    unknown(command, calls, ibm_types)
+}
+
+/// Asks a program with models about the bodies and successful answers of these calls, which have these types.
+fn unknown(
+    program: Command,
+    calls: &[Call],
+    types: fn(&str) -> (&'static str, &'static str),
+) -> anyhow::Result<Vec<String>> {
     let mut lines = Vec::new();
     let mut names = Vec::new();
     for call in calls {
-        let (body, answer) = azure_types(&call.action);
+        let (body, answer) = types(&call.action);
         let answered = if call.answer.status < 300 { call.answer.value() } else { Value::Null };
         for (kind, value) in [(body, call.body()), (answer, answered)] {
             if kind.is_empty() || value.is_null() {
@@ -69,9 +91,28 @@ pub fn azure_models(calls: &[Call]) -> anyhow::Result<Vec<String>> {
             names.push(call.action.clone());
         }
     }
-    static MODELS: OnceLock<PathBuf> = OnceLock::new();
-    let found = ask(Command::new(made(&MODELS, "models")?), &lines)?;
-    Ok(named(&names, found))
+    Ok(named(&names, ask(program, &lines)?))
+}
+
+/// Returns the types of IBM's models for the body and the answer of a call; empty: there is none.
+fn ibm_types(action: &str) -> (&'static str, &'static str) {
+    match action {
+        "create_instance" => {
+            ("InstancePrototypeInstanceByImageInstanceByImageInstanceByNetworkAttachment", "Instance")
+        }
+        "get_instance" => ("", "Instance"),
+        "list_instances" => ("", "InstanceCollection"),
+        "create_instance_volume_attachment" => ("VolumeAttachmentPrototype", "VolumeAttachment"),
+        "list_volumes" => ("", "VolumeCollection"),
+        "get_volume" => ("", "Volume"),
+        "list_instance_profiles" => ("", "InstanceProfileCollection"),
+        "get_image" => ("", "Image"),
+        "get_subnet" => ("", "Subnet"),
+        "get_security_group" => ("", "SecurityGroup"),
+        "get_dedicated_host" => ("", "DedicatedHost"),
+        "get_dedicated_host_group" => ("", "DedicatedHostGroup"),
+        _ => ("", ""),
+    }
 }
 
 /// Returns where these calls, and their successful answers, differ from Google's discovery document. Calls of other
@@ -159,6 +200,16 @@ pub fn google_client(cloud: &Cloud<Gcp>, operation: &str, request: &Value) -> an
     let mut command = Command::new(python()?);
     command.arg(script("google_client.py")).args([&cloud.witness_endpoint(), operation]);
     run(command.arg(request.to_string()), operation)
+}
+
+/// Returns the result of one operation of IBM's client: `get_instance`.
+///
+/// # Errors
+/// When the client cannot be installed or fails.
+pub fn ibm_client(cloud: &Cloud<IbmCloud>, operation: &str, arguments: &Value) -> anyhow::Result<Value> {
+    let mut command = Command::new(python()?);
+    command.arg(script("ibm_client.py")).args([&cloud.witness_endpoint(), operation]);
+    run(command.arg(arguments.to_string()), operation)
 }
 
 fn script(name: &str) -> PathBuf {

@@ -5,6 +5,7 @@
 mod alibaba;
 mod azure;
 mod gcp;
+mod ibmcloud;
 mod socket;
 #[cfg(feature = "witness")]
 mod witness;
