@@ -5,7 +5,10 @@ CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
-CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness,peerpod-provider-gcp/witness,peerpod-provider-azure/witness,peerpod-provider-alibabacloud/witness
+# Clouds with a fake in tests/clouds, a test binary each, and a witness.
+CLOUD_KINDS := alibabacloud azure gcp ibmcloud
+empty :=
+CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness$(subst $(empty) ,,$(CLOUD_KINDS:%=,peerpod-provider-%/witness))
 WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
@@ -169,7 +172,7 @@ test-aws: setup
 
 # The fakes of clouds, what their vendors' models and clients say of them, and the providers with the fakes. The same build
 # again.
-CLOUD_TESTS := --test alibabacloud --test azure --test clouds --test gcp
+CLOUD_TESTS := --test clouds $(CLOUD_KINDS:%=--test %)
 test-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_TESTS)
 	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_TESTS)
@@ -183,7 +186,7 @@ bench-aws: setup
 		-- --nocapture --test-threads 1 node:: provider_external::
 
 # The same for the fakes of clouds, and the number of broken promises of each provider.
-CLOUD_BENCHES := --test alibabacloud --test azure --test gcp
+CLOUD_BENCHES := $(CLOUD_KINDS:%=--test %)
 bench-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_BENCHES)
 	mkdir -p $(TARGET)/bench

@@ -53,6 +53,7 @@ type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Sen
     feature = "azure",
     feature = "fake",
     feature = "gcp",
+    feature = "ibmcloud",
     feature = "libvirt",
     feature = "local"
 ))]
@@ -110,6 +111,16 @@ const TABLE: &[Row] = &[
             at_once(|owner| Ok(Arc::new(peerpod_provider_gcp::GcpProvider::new(config, owner))))
         },
     },
+    #[cfg(feature = "ibmcloud")]
+    Row {
+        kind: "ibmcloud",
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_ibmcloud::{IbmCloudConfig, IbmCloudProvider};
+            let config = IbmCloudConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(IbmCloudProvider::new(config, owner))))
+        },
+    },
     #[cfg(feature = "libvirt")]
     Row {
         kind: "libvirt",
@@ -160,6 +171,8 @@ const LEFT_OUT: &[&str] = &[
     "external",
     #[cfg(not(feature = "gcp"))]
     "gcp",
+    #[cfg(not(feature = "ibmcloud"))]
+    "ibmcloud",
     #[cfg(not(feature = "libvirt"))]
     "libvirt",
     #[cfg(not(feature = "local"))]
