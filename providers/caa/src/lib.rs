@@ -8,6 +8,7 @@ mod alibabacloud;
 mod aws;
 mod azure;
 mod gcp;
+mod ibmcloud;
 mod libvirt;
 #[cfg(test)]
 mod tests;
@@ -25,6 +26,7 @@ const TABLE: &[(&str, Convert)] = &[
     ("aws", aws::convert),
     ("azure", azure::convert),
     ("gcp", gcp::convert),
+    ("ibmcloud", ibmcloud::convert),
     ("libvirt", libvirt::convert),
 ];
 

@@ -7,6 +7,7 @@ use peerpod_provider_aws::AwsConfig;
 use peerpod_provider_azure::AzureConfig;
 use peerpod_provider_azure::config::Credentials;
 use peerpod_provider_gcp::GcpConfig;
+use peerpod_provider_ibmcloud::IbmCloudConfig;
 
 use super::*;
 
@@ -263,6 +264,68 @@ fn every_setting_of_a_full_config_map_for_alibaba_cloud_arrives_and_is_read_with
     let mistake = of("alibabacloud", &[("SECURITY_GROUP_IDS", "cn-beijing")]);
     assert!(!mistake.settings.contains_key("security-group-ids"));
     lists(&mistake, &["SECURITY_GROUP_IDS", "no group; set provider.alibabacloud.security-group-ids"]);
+}
+
+#[test]
+fn every_setting_of_a_full_config_map_for_ibmcloud_arrives_and_is_read_without_a_mistake() {
+    let converted = of(
+        "ibmcloud",
+        &[
+            ("IBMCLOUD_API_KEY", "hush"),
+            ("IBMCLOUD_IAM_ENDPOINT", "https://private.iam.cloud.ibm.com/identity/token"),
+            ("IBMCLOUD_VPC_ENDPOINT", "https://us-south.iaas.cloud.ibm.com/v1"),
+            ("IBMCLOUD_RESOURCE_GROUP_ID", "fee82deba12e4c0fb69c3b09d1f12345"),
+            ("IBMCLOUD_ZONE", "us-south-1"),
+            ("IBMCLOUD_VPC_ID", "r006-vpc"),
+            ("IBMCLOUD_VPC_SUBNET_ID", "0717-subnet"),
+            ("IBMCLOUD_SECURITY_GROUP_IDS", "r006-a,r006-b"),
+            ("IBMCLOUD_PODVM_INSTANCE_PROFILE_NAME", "bx3dc-2x10"),
+            ("IBMCLOUD_PODVM_INSTANCE_PROFILE_LIST", "bx3dc-2x10, bx3dc-4x20"),
+            ("IBMCLOUD_PODVM_IMAGE_ID", "r006-image,r006-image-z"),
+            ("IBMCLOUD_SSH_KEY_ID", "r006-key"),
+            ("IBMCLOUD_DEDICATED_HOST_IDS", "0717-host"),
+            ("IBMCLOUD_DEDICATED_HOST_GROUP_IDS", "0717-group"),
+            ("DISABLECVM", "false"),
+            ("TAGS", "team:blue,cost:7"),
+        ],
+    );
+    lists(&converted, &["add kube-CLUSTER-ID"]);
+    assert_eq!((converted.lost.len(), converted.known.len()), (1, 16), "{:?}", converted.lost);
+    let config = read_back("ibmcloud", &converted, IbmCloudConfig::read);
+    assert_eq!(config.instance_types, ["bx3dc-2x10", "bx3dc-4x20"]);
+    assert_eq!((config.region(), config.images.len(), config.security_groups.len()), ("us-south", 2, 2));
+    assert_eq!((config.hosts.len(), config.host_groups.len(), config.tags["cost"].as_str()), (1, 1, "7"));
+    assert_eq!(config.confidential, Some(Confidential::Tdx));
+}
+
+#[test]
+fn a_variable_for_ibmcloud_without_a_setting_is_named_with_a_remedy() {
+    let converted = of(
+        "ibmcloud",
+        &[
+            ("IBMCLOUD_IAM_PROFILE_ID", "Profile-1"),
+            ("IBMCLOUD_IAM_ENDPOINT", "https://iam.cloud.ibm.com/identity/token"),
+            ("IBMCLOUD_CLUSTER_ID", "c0ffee"),
+            ("IBMCLOUD_PODVM_IMAGE_ID", "r006-image"),
+            ("IBMCLOUD_ZONE", ""),
+            ("TAGS", "odd,peerpod.node=y"),
+        ],
+    );
+    assert_eq!(converted.settings["confidential"], "none", "the default of the cloud-api-adaptor");
+    assert!(!converted.settings.contains_key("iam-endpoint") && !converted.settings.contains_key("tags"));
+    lists(
+        &converted,
+        &[
+            "node.cluster-id",
+            "topology.kubernetes.io/zone",
+            "vpc-id",
+            "ibm-provider.kubernetes.io/subnet-id",
+            "add kube-CLUSTER-ID",
+            "bx3d-2x10",
+            "odd",
+            "peerpod.node",
+        ],
+    );
 }
 
 #[test]
