@@ -17,8 +17,10 @@ pub use hook::{Authority, Hook, registration};
 pub use process::{Process, otlp_receiver, program, servers};
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{env, fs};
+
+use peerpod_world::Patience;
 
 /// Prints a figure, and adds it to the JSON file that `PEERPOD_TEST_BENCH` names.
 ///
@@ -42,12 +44,12 @@ pub async fn wait_for<T>(
     limit: Duration,
     mut inspect: impl AsyncFnMut() -> anyhow::Result<Option<T>>,
 ) -> anyhow::Result<T> {
-    let began = Instant::now();
+    let mut patience = Patience::new(limit);
     loop {
         if let Some(seen) = inspect().await? {
             return Ok(seen);
         }
-        anyhow::ensure!(began.elapsed() < limit, "{what}: not within {limit:?}");
+        anyhow::ensure!(!patience.is_over(), "{what}: not within {limit:?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

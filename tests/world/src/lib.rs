@@ -39,5 +39,5 @@ pub use daemons::{Daemons, LedgerEntry, Settings, binary};
 pub use libvirtd::{Libvirtd, NETWORK, POOL};
 pub use sight::Sight;
 pub use spawner::Spawner;
-pub use wait::{eventually, eventually_blocking};
+pub use wait::{Patience, eventually, eventually_blocking, slowness};
 pub use world::{Namespace, Pod, World};

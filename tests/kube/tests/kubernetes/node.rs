@@ -16,7 +16,7 @@ use anyhow::{Context, ensure};
 use hyper::Request;
 use kube::Client;
 use peerpod_test_kube::{Cluster, NODE, Options, Process, project, servers, wait_for};
-use peerpod_world::{Daemons, LedgerEntry, Settings, World, eventually_blocking, share};
+use peerpod_world::{Daemons, LedgerEntry, Settings, World, eventually_blocking, share, slowness};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
@@ -32,8 +32,8 @@ pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 97, 1, 2);
 pub(crate) const SECOND: u16 = 5001;
 /// Port of the registry that is slow for VMs.
 pub(crate) const SLOW: u16 = 5002;
-/// kubelet's `runtimeRequestTimeout` in seconds. An image takes longer in one case.
-const REQUEST_TIMEOUT: u32 = 60;
+/// kubelet's `runtimeRequestTimeout` on a machine that is not busy, and its default. An image takes longer in one case.
+const REQUEST_TIMEOUT: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(120)];
 /// Time limit of the node's start.
 const READY: Duration = Duration::from_secs(120);
 /// Name of the shim in containerd's PATH, which follows from the runtime's type.
@@ -63,6 +63,8 @@ pub(crate) struct Layout {
     run: PathBuf,
     /// Wall clock of the daemons, unless it is the kernel's.
     clock: Option<Clock>,
+    /// kubelet's `runtimeRequestTimeout`.
+    request_timeout: Duration,
 }
 
 impl Layout {
@@ -75,6 +77,7 @@ impl Layout {
             kubelet: at("kubelet"),
             run: at("run"),
             clock: None,
+            request_timeout: REQUEST_TIMEOUT[usize::from(slowness() > 1.0)],
         }
     }
 
@@ -87,7 +90,8 @@ impl Layout {
     pub(crate) fn chart() -> Layout {
         let [containerd, kubelet, run] =
             ["/run/containerd", "/var/lib/kubelet", "/run/peerpod"].map(PathBuf::from);
-        Layout { is_harness: false, containerd, kubelet, run, clock: None }
+        let [_, request_timeout] = REQUEST_TIMEOUT;
+        Layout { is_harness: false, containerd, kubelet, run, clock: None, request_timeout }
     }
 }
 
@@ -98,6 +102,8 @@ pub(crate) struct Node {
     /// Peerpod's daemons, unless the chart brings them.
     daemons: Option<Daemons>,
     clock: Option<Clock>,
+    /// kubelet's `runtimeRequestTimeout`.
+    pub(crate) request_timeout: Duration,
     /// Digest of the image with Busybox' commands.
     pub(crate) digest: String,
     registry: Registry,
@@ -174,9 +180,18 @@ impl Node {
         };
         let client = cluster.client()?;
         dns::serve(ADDRESS, client.clone())?;
-        let (clock, runtime) = (layout.clock.clone(), Handle::current());
-        let digest = digest(&of_busybox.manifest);
-        let node = Node { processes, daemons, clock, digest, registry, cluster, client, runtime, folder };
+        let node = Node {
+            processes,
+            daemons,
+            clock: layout.clock.clone(),
+            request_timeout: layout.request_timeout,
+            digest: digest(&of_busybox.manifest),
+            registry,
+            cluster,
+            client,
+            runtime: Handle::current(),
+            folder,
+        };
         if layout.is_harness {
             node.apply("", RUNTIME_CLASS)?;
         }
@@ -321,7 +336,16 @@ impl Node {
 
     /// Returns the output of kubectl; the caller's thread waits for it.
     pub(crate) fn kubectl(&self, words: &[&str]) -> anyhow::Result<String> {
-        self.cluster.kubectl(words)
+        // The time limits of kubectl's own waits are later on a busy machine, too.
+        let later = |word: &&str| {
+            let seconds = word.strip_prefix("--timeout=").and_then(|limit| limit.strip_suffix('s'));
+            match seconds.and_then(|seconds| seconds.parse::<f64>().ok()) {
+                Some(seconds) => format!("--timeout={:.0}s", seconds * slowness()),
+                None => (*word).to_owned(),
+            }
+        };
+        let words: Vec<_> = words.iter().map(later).collect();
+        self.cluster.kubectl(&words.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
     /// Reads a path of the API server. The caller's thread has no runtime.
@@ -517,7 +541,7 @@ fn of_kubernetes(folder: &Path, layout: &Layout, cluster: &Cluster) -> anyhow::R
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": of_cluster("node.crt"), "tlsPrivateKeyFile": of_cluster("node.key"),
         "clusterDNS": [ADDRESS], "clusterDomain": "cluster.local", "volumePluginDir": at("plugins"),
-        "runtimeRequestTimeout": format!("{REQUEST_TIMEOUT}s"),
+        "runtimeRequestTimeout": format!("{}s", layout.request_timeout.as_secs()),
         "syncFrequency": "5s", "configMapAndSecretChangeDetectionStrategy": "Watch",
     });
     fs::write(folder.join("kubelet.yaml"), kubelet.to_string())?;

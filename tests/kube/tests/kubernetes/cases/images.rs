@@ -17,10 +17,8 @@ use crate::node::{ADDRESS, SLOW, busybox};
 
 /// Bytes of the slow image's file.
 const FILE: usize = 40 << 20;
-/// Bytes of each step of a slow answer, and the pause after it: the image takes longer than the node's
-/// `runtimeRequestTimeout`.
+/// Bytes of each step of a slow answer.
 const STEP: usize = 64 << 10;
-const PAUSE: Duration = Duration::from_millis(130);
 /// Pods, by the program with the timeout that ends their first start.
 const PODS: [&str; 2] = ["shim", "kubelet"];
 
@@ -33,7 +31,8 @@ struct SlowRegistry {
 }
 
 impl SlowRegistry {
-    fn start() -> io::Result<SlowRegistry> {
+    /// Starts it with a pause after each step of an answer.
+    fn start(pause: Duration) -> io::Result<SlowRegistry> {
         let listener = TcpListener::bind((ADDRESS, SLOW))?;
         let (address, sent) = (listener.local_addr()?, Arc::new(AtomicUsize::new(0)));
         let counter = sent.clone();
@@ -41,7 +40,7 @@ impl SlowRegistry {
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 let counter = counter.clone();
-                thread::spawn(move || pass(client, &counter));
+                thread::spawn(move || pass(client, pause, &counter));
             }
         });
         Ok(SlowRegistry { address, sent })
@@ -49,7 +48,7 @@ impl SlowRegistry {
 }
 
 /// Passes one connection on. Its first request tells whether its client is a VM.
-fn pass(mut client: TcpStream, sent: &AtomicUsize) -> io::Result<()> {
+fn pass(mut client: TcpStream, pause: Duration, sent: &AtomicUsize) -> io::Result<()> {
     let mut first = vec![0; 4096];
     let length = client.read(&mut first)?;
     let is_vm = String::from_utf8_lossy(&first).contains("peerpod-guest/");
@@ -70,7 +69,7 @@ fn pass(mut client: TcpStream, sent: &AtomicUsize) -> io::Result<()> {
         client.write_all(&buffer[..length])?;
         if is_vm {
             sent.fetch_add(length, Relaxed);
-            thread::sleep(PAUSE * u32::try_from(length).unwrap_or_default() / STEP as u32);
+            thread::sleep(pause * u32::try_from(length).unwrap_or_default() / STEP as u32);
         }
     }
 }
@@ -79,9 +78,12 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
     let large = LayerBuilder::new().file("large", 0o644, &vec![7; FILE]).build(Packing::Plain);
     case.node.store_image("slow:1", &[busybox(), large]);
     case.node.trust(SLOW)?;
-    let registry = SlowRegistry::start()?;
+    // The whole image takes longer than kubelet waits.
+    let registry = SlowRegistry::start(case.node.request_timeout * 7 / 5 / (FILE / STEP) as u32)?;
     let image = format!("{}/slow:1", registry.address);
-    for (name, seconds) in PODS.into_iter().zip([15, 600]) {
+    // VMs that are emulated have kubelet's default, and the first pod alone.
+    let pods = if case.node.posts_events() { &PODS[..1] } else { &PODS[..] };
+    for (name, seconds) in pods.iter().zip([15, 600]) {
         case.apply(&format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}, annotations:
                  {{io.katacontainers.config.runtime.create_container_timeout: '{seconds}'}}}},
@@ -89,7 +91,7 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
                  containers: [{{name: c, image: '{image}', command: [sh, -c, '{SLEEP}']}}]}}}}"
         ))?;
     }
-    progress_is_visible(case, &image)?;
+    progress_is_visible(case, &image, pods)?;
     case.until("the error names image, progress and remedy", || {
         let texts = of_pod(case, "shim", "Failed")?;
         let words = ["too slow", image.as_str(), " MiB are in the VM", "create_container_timeout"];
@@ -99,7 +101,7 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
         };
         Ok(texts.iter().any(is_it).then_some(()))
     })?;
-    for name in PODS {
+    for name in pods {
         case.ready(name)?;
         let status = &case.get(&format!("pod/{name}"))?["status"]["containerStatuses"][0];
         let restarts = status["restartCount"].as_u64().context("restartCount")?;
@@ -112,8 +114,8 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for the progress in normal Events of both pods, or in the relay's log.
-fn progress_is_visible(case: &Case<'_>, image: &str) -> anyhow::Result<()> {
+/// Waits for the progress in normal Events of the pods, or in the relay's log.
+fn progress_is_visible(case: &Case<'_>, image: &str, pods: &[&str]) -> anyhow::Result<()> {
     if !case.node.posts_events() {
         let parts = [case.namespace, image, "MiB are in the VM after"];
         return case.until("the relay's log shows the progress", || {
@@ -122,7 +124,7 @@ fn progress_is_visible(case: &Case<'_>, image: &str) -> anyhow::Result<()> {
             Ok((log.lines().filter(has).count() > 2).then_some(()))
         });
     }
-    for name in PODS {
+    for name in pods {
         case.until(&format!("{name} has normal Events with the progress"), || {
             let events = of_pod(case, name, "PullingImage")?;
             let has = |event: &Value| {
