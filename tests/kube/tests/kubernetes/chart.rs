@@ -26,6 +26,7 @@ use crate::cases::images::slow_registry;
 use crate::cases::{CASES, Case, OF_SLICE};
 use crate::churn::come_and_go;
 use crate::images_common::PORT;
+use crate::left::Listing;
 use crate::node::{ADDRESS, Layout, Node, SECOND, SLOW, busybox};
 use crate::{SLICE, audit};
 
@@ -46,6 +47,7 @@ struct Installed<'a> {
     libvirtd: RefCell<Libvirtd>,
     folder: &'a Path,
     values: String,
+    before: Listing,
     began: Instant,
 }
 
@@ -73,8 +75,9 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     fs::write(&values, values_for(&folder, &vm).to_string())?;
     let values = values.to_string_lossy().into_owned();
     let folder = world.folder();
-    let on =
-        Installed { node: &node, libvirtd: RefCell::new(libvirtd), folder, values, began: Instant::now() };
+    let before = Listing::before(&node)?;
+    let libvirtd = RefCell::new(libvirtd);
+    let on = Installed { node: &node, libvirtd, folder, values, before, began: Instant::now() };
     let steps: [(&str, Step); 18] = [
         ("helm install: all pods are ready", install),
         ("each container has the rights that the chart asks for, and no more", rights::check),
@@ -379,6 +382,8 @@ fn nothing_is_left(on: &Installed<'_>) -> anyhow::Result<()> {
     ensure!(!rules.contains("peerpod"), "{rules}");
     let sockets = Command::new("find").args(["/run/peerpod", "-type", "s"]).output()?.stdout;
     ensure!(sockets.is_empty(), "{}", String::from_utf8_lossy(&sockets));
+    on.before.is_again(on.node)?;
+    println!("                 {} things of the kernel and files are as before", on.before.len());
     Ok(())
 }
 

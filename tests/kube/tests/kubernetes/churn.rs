@@ -14,6 +14,7 @@ use peerpod_test_kube::report;
 use peerpod_world::eventually_blocking;
 
 use crate::cases::{Case, SLEEP, has_condition};
+use crate::left::Listing;
 use crate::node::Node;
 
 /// Pods of a run, and of a long one.
@@ -27,14 +28,23 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) fn run(node: &Node) -> anyhow::Result<(usize, usize)> {
     let count = PODS[usize::from(env::var_os("PEERPOD_TEST_LONG").is_some())];
     let sizes = Mutex::new(Vec::new());
+    let before = Listing::before(node)?;
     let case = Case::new(node, "churn")?;
-    let (times, failed) = come_and_go(&case, count, AT_ONCE, |number| {
+    let (times, mut failed) = come_and_go(&case, count, AT_ONCE, |number| {
         // The sizes after the first quarter and at the end are compared.
         if number == count / 4 {
             sizes.lock().unwrap().push(node.sizes());
         }
     });
     let running = times.last().map(Vec::as_slice).unwrap_or_default();
+    let is_left = node.kubectl(&["delete", "namespace", "churn", "--timeout=180s"]);
+    match is_left.and_then(|_| before.is_again(node)) {
+        Ok(()) => println!("nothing is left: {} things as before", before.len()),
+        Err(error) => {
+            failed += 1;
+            println!("FAILED nothing is left: {error:#}");
+        }
+    }
     report("apply_to_running_local_p50_s", at(running, 0.5))?;
     report("apply_to_running_local_p99_s", at(running, 0.99))?;
     report("churn_pods_failed", failed as f64)?;

@@ -20,11 +20,14 @@ use serde_json::{Value, json};
 use crate::cases::network::{Forward, nft};
 use crate::cases::{Case, SLEEP};
 use crate::images_common::PORT;
+use crate::left::Listing;
 use crate::node::Node;
 
 /// Pods that run during each fault. The users of the first three read numbers: by an exec, by the log, and by a forwarded
 /// port. The fourth pod writes numbers to a volume.
 const PODS: [&str; 5] = ["exec", "logs", "web", "writer", "idle"];
+/// Kubernetes namespace of the pods.
+const NAMESPACE: &str = "faults";
 /// Prints numbers.
 const COUNTS: &str = "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done";
 
@@ -74,9 +77,11 @@ pub(crate) fn mount_state(world: &World) -> anyhow::Result<()> {
     Ok(mount(Some("tmpfs"), &folder, Some("tmpfs"), MsFlags::empty(), Some("size=256m,mode=700"))?)
 }
 
-/// Runs all faults, and prints a line for each. Returns the numbers of those that passed and of those that failed.
+/// Runs all faults, and prints a line for each. Afterwards the pods go, and nothing may be left of them. Returns the
+/// numbers of those that passed and of those that failed.
 pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
-    let case = Case::new(node, "faults")?;
+    let before = Listing::before(node)?;
+    let case = Case::new(node, NAMESPACE)?;
     for name in ["exec", "idle"] {
         case.script(name, "Always", SLEEP)?;
     }
@@ -109,9 +114,27 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
             }
             Err(error) => {
                 failed += 1;
-                let state = Case::of(node, "faults").state();
+                let state = Case::of(node, NAMESPACE).state();
                 println!("FAILED {:6.1} s  gone: {name}: {error:#}\n{state}", began.elapsed().as_secs_f64());
             }
+        }
+    }
+    let began = Instant::now();
+    match node
+        .kubectl(&["delete", "namespace", NAMESPACE, "--timeout=180s"])
+        .and_then(|_| before.is_again(node))
+    {
+        Ok(()) => {
+            passed += 1;
+            println!(
+                "ok     {:6.1} s  nothing is left: {} things as before",
+                began.elapsed().as_secs_f64(),
+                before.len()
+            );
+        }
+        Err(error) => {
+            failed += 1;
+            println!("FAILED {:6.1} s  nothing is left: {error:#}", began.elapsed().as_secs_f64());
         }
     }
     if failed > 0 {
@@ -124,7 +147,7 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
 fn registry_away(node: &mut Node) -> anyhow::Result<()> {
     let table = "add table inet away\nadd chain inet away in { type filter hook input priority 0; }\n";
     nft(&format!("{table}add rule inet away in tcp dport {PORT} reject with tcp reset\n"))?;
-    let case = Case::of(node, "faults");
+    let case = Case::of(node, NAMESPACE);
     case.pod(
         "late",
         "containers: [{name: c, image: IMAGE, imagePullPolicy: Always, command: [sleep, '1000']}]",
@@ -145,7 +168,7 @@ fn disk_full(node: &mut Node) -> anyhow::Result<()> {
         }
     };
     ensure!(full.kind() == ErrorKind::StorageFull, "{full}");
-    let case = Case::of(node, "faults");
+    let case = Case::of(node, NAMESPACE);
     case.script("late", "Always", SLEEP)?;
     case.event("FailedCreatePodSandBox", "No space left")?;
     // An open file keeps its space.
@@ -163,7 +186,7 @@ fn other_time(node: &mut Node) -> anyhow::Result<()> {
     for (seconds, is_seen) in [(DAY, true), (0, false)] {
         node.clock()?.set(seconds.into())?;
         let before = ["relay", "node"].map(|daemon| node.log(daemon).map_or(0, |log| log.len()));
-        let case = Case::of(node, "faults");
+        let case = Case::of(node, NAMESPACE);
         case.script("late", "Always", SLEEP)?;
         runs_and_goes(&case, "late")?;
         for (daemon, before) in ["relay", "node"].into_iter().zip(before) {
@@ -198,7 +221,7 @@ fn restarts(case: &Case<'_>) -> anyhow::Result<BTreeMap<String, Value>> {
 }
 
 fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String> {
-    let case = Case::of(node, "faults");
+    let case = Case::of(node, NAMESPACE);
     for name in PODS {
         case.ready(name)?;
     }
@@ -210,7 +233,7 @@ fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String
     ];
     fault(node)?;
     let began = Instant::now();
-    let case = Case::of(node, "faults");
+    let case = Case::of(node, NAMESPACE);
     if outcome == Outcome::Restarted {
         case.until("a container was restarted", || {
             Ok(restarts(&case).ok().filter(|after| *after != before).map(drop))

@@ -16,6 +16,7 @@ mod dns;
 mod faults;
 #[path = "../../../tests/images_common/mod.rs"]
 mod images_common;
+mod left;
 mod metrics;
 mod node;
 mod storage;

@@ -287,6 +287,11 @@ impl Node {
         self.daemons.is_none()
     }
 
+    /// Returns the folder of the node's programs.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Returns the folder of the daemons' state.
     pub(crate) fn state_dir(&self) -> anyhow::Result<PathBuf> {
         Ok(self.daemons.as_ref().context("the chart has the daemons")?.state_dir())

@@ -1,0 +1,27 @@
+# Lists the node's state, one line for each thing. $1 is the folder of the node's programs. Left out are the state folder
+# of Peerpod, which a removal keeps, and what control plane, kubelet and containerd keep by themselves. So are the files
+# of Kata's Go shim: it leaves its socket for each pod in /run/containerd/s, and after a SIGKILL its folders in /run/vc
+# and /run/kata-containers. Their mounts count.
+set -euo pipefail
+ip -o link | awk -F': ' '{ sub("@.*", "", $2); print "interface " $2 }'
+for family in -4 -6; do
+    ip $family route show table all | sed 's/ *$//; s/^/route /'
+    ip $family rule | sed 's/^/rule /'
+done
+# kube-proxy's own table has a chain for each Service.
+nft list chains | awk '$1 == "table" { table = $2 " " $3 } $1 == "chain" { print "chain " table " " $2 }' |
+    grep -v kube-proxy || true
+nft list tables | sed 's/^/nft /'
+tc qdisc show | sed 's/ [0-9a-f]*: dev / dev /; s/ refcnt.*//'
+find /run/netns -type f | sed 's/^/network namespace /'
+awk '{ print "mount " $5 }' /proc/self/mountinfo
+sysctl -a 2>/dev/null | grep -E '^net\.(ipv4\.(ip_forward|conf\.(all|default)\.)|ipv6\.conf\.(all|default)\.)' |
+    sed 's/^/setting /'
+losetup -l -n -O BACK-FILE | sed -n "s|^$1|loop device &|p"
+find /etc /opt /run /var/lib /var/log /srv /usr/local /usr/libexec -xdev \
+    \( -path /var/lib/peerpod -o -path /run/lib -o -path /run/log -o -path /run/containerd \
+    -o -path /run/vc -o -path /run/kata-containers \) -prune -o -printf 'file %p\n' 2>/dev/null || true
+# /var/lib/kubelet and the folders of the node's programs are file systems or folders of their own.
+for folder in /run/containerd /var/lib/kubelet "$1"/{kubelet,run,cni,ipam,plugins}; do
+    [ ! -d "$folder" ] || find "$folder" -xdev -path /run/containerd/s -prune -o -printf 'file %p\n' 2>/dev/null || true
+done
