@@ -25,10 +25,11 @@ use serde_json::{Value, json};
 use crate::cases::images::slow_registry;
 use crate::cases::{CASES, Case, OF_SLICE};
 use crate::churn::come_and_go;
+use crate::faults::{Load, Outcome};
 use crate::images_common::PORT;
 use crate::left::Listing;
 use crate::node::{ADDRESS, Layout, Node, SECOND, SLOW, busybox};
-use crate::{SLICE, audit};
+use crate::{SLICE, audit, faults};
 
 /// Namespace of the release.
 const NAMESPACE: &str = "peerpod-system";
@@ -90,7 +91,7 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
         ("a claim: the next pod reads the bytes", claims::next_pod),
         ("helm upgrade under an exec, a log, a copy and a volume: nothing is missing", upgrade),
         ("the claim's pod has missed nothing, and nothing is left of the claim", claims::removal),
-        ("libvirtd is killed under a pod", restart_libvirtd),
+        ("libvirtd is killed under five pods in use", restart_libvirtd),
         ("the node is drained", drain),
         ("no request was refused", |on| audit::check(on.node, on.folder)),
         ("helm uninstall", uninstall),
@@ -343,13 +344,15 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
 }
 
 fn restart_libvirtd(on: &Installed<'_>) -> anyhow::Result<()> {
-    let case = Case::of(on.node, "users");
+    let case = Case::new(on.node, "load")?;
+    faults::make_pods(&case)?;
+    let load = Load::start(&case)?;
     on.libvirtd.borrow_mut().kill()?;
-    ensure!(case.exec("p", &["echo", "lives"])? == "lives\n", "the pod does not answer");
+    ensure!(case.exec("idle", &["echo", "lives"])? == "lives\n", "the pod does not answer");
     on.libvirtd.borrow_mut().begin()?;
+    println!("                 {}", load.end(&case, Outcome::Unnoticed)?);
     case.sleeper("after")?;
-    case.exec("p", &["true"])?;
-    case.kubectl(&["delete", "pod", "after", "--timeout=120s"]).map(drop)
+    on.node.kubectl(&["delete", "namespace", "load", "--timeout=240s"]).map(drop)
 }
 
 fn drain(on: &Installed<'_>) -> anyhow::Result<()> {

@@ -33,7 +33,7 @@ const COUNTS: &str = "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done";
 
 /// What must be true after a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Outcome {
+pub(crate) enum Outcome {
     /// An open exec goes on without a missing line, and no container is restarted.
     Unnoticed,
     /// An open exec goes on. An answer that was on its way may be missing (docs/life-of-a-pod.md). No container is
@@ -77,11 +77,8 @@ pub(crate) fn mount_state(world: &World) -> anyhow::Result<()> {
     Ok(mount(Some("tmpfs"), &folder, Some("tmpfs"), MsFlags::empty(), Some("size=256m,mode=700"))?)
 }
 
-/// Runs all faults, and prints a line for each. Afterwards the pods go, and nothing may be left of them. Returns the
-/// numbers of those that passed and of those that failed.
-pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
-    let before = Listing::before(node)?;
-    let case = Case::new(node, NAMESPACE)?;
+/// Makes the pods that run during faults.
+pub(crate) fn make_pods(case: &Case<'_>) -> anyhow::Result<()> {
     for name in ["exec", "idle"] {
         case.script(name, "Always", SLEEP)?;
     }
@@ -103,7 +100,14 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
             "volumes: [{{name: v, emptyDir: {{}}}}], containers: [{{name: c, image: IMAGE,
                command: [sh, -c, '{writes}'], volumeMounts: [{{name: v, mountPath: /v}}]}}]"
         ),
-    )?;
+    )
+}
+
+/// Runs all faults, and prints a line for each. Afterwards the pods go, and nothing may be left of them. Returns the
+/// numbers of those that passed and of those that failed.
+pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
+    let before = Listing::before(node)?;
+    make_pods(&Case::new(node, NAMESPACE)?)?;
     let (mut passed, mut failed) = (0, 0);
     for (name, outcome, fault) in FAULTS {
         let began = Instant::now();
@@ -221,64 +225,83 @@ fn restarts(case: &Case<'_>) -> anyhow::Result<BTreeMap<String, Value>> {
 }
 
 fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String> {
-    let case = Case::of(node, NAMESPACE);
-    for name in PODS {
-        case.ready(name)?;
-    }
-    let before = restarts(&case)?;
-    let streams = [
-        Stream::of_kubectl(&case, "exec", &["exec", "exec", "--", "sh", "-c", COUNTS])?,
-        Stream::of_kubectl(&case, "log", &["logs", "-f", "--tail=1", "logs"])?,
-        Stream::of_port(&case)?,
-    ];
+    let load = Load::start(&Case::of(node, NAMESPACE))?;
     fault(node)?;
-    let began = Instant::now();
-    let case = Case::of(node, NAMESPACE);
-    if outcome == Outcome::Restarted {
-        case.until("a container was restarted", || {
-            Ok(restarts(&case).ok().filter(|after| *after != before).map(drop))
-        })?;
+    load.end(&Case::of(node, NAMESPACE), outcome)
+}
+
+/// Users of the pods while a fault happens.
+pub(crate) struct Load {
+    /// Restarts of each pod's container before the fault.
+    before: BTreeMap<String, Value>,
+    streams: [Stream; 3],
+}
+
+impl Load {
+    /// Waits until the pods are ready, and opens the streams.
+    pub(crate) fn start(case: &Case<'_>) -> anyhow::Result<Load> {
+        for name in PODS {
+            case.ready(name)?;
+        }
+        let before = restarts(case)?;
+        let streams = [
+            Stream::of_kubectl(case, "exec", &["exec", "exec", "--", "sh", "-c", COUNTS])?,
+            Stream::of_kubectl(case, "log", &["logs", "-f", "--tail=1", "logs"])?,
+            Stream::of_port(case)?,
+        ];
+        Ok(Load { before, streams })
     }
-    case.until("all pods are ready and can be entered", || {
-        let is_ready =
-            |name: &&str| case.exec(name, &["true"]).is_ok() && case.is_ready(name).unwrap_or(false);
-        Ok(PODS.iter().all(is_ready).then_some(()))
-    })?;
-    let took = began.elapsed().as_secs_f64();
-    if matches!(outcome, Outcome::Unnoticed | Outcome::AnswersLost) {
-        // A forwarded port may end with the program that carries it.
-        for stream in &streams[..2] {
-            let seen = stream.count();
-            ensure!(!stream.reader.is_finished(), "the {} has ended", stream.name);
-            case.until(&format!("more lines of the {}", stream.name), || {
-                Ok((stream.count() > seen + 5).then_some(()))
+
+    /// Checks the outcome of a fault, and returns what the users saw.
+    pub(crate) fn end(self, case: &Case<'_>, outcome: Outcome) -> anyhow::Result<String> {
+        let began = Instant::now();
+        let Load { before, streams } = self;
+        if outcome == Outcome::Restarted {
+            case.until("a container was restarted", || {
+                Ok(restarts(case).ok().filter(|after| *after != before).map(drop))
             })?;
         }
-    }
-    let (mut seen, mut missing) = (String::new(), 0);
-    for stream in streams {
-        let (text, count) = stream.close()?;
-        seen += &text;
-        missing += count;
-    }
-    ensure!(missing == 0 || outcome == Outcome::AnswersLost, "{seen}{missing} lines are missing");
-    let wrong = case.exec("writer", &["awk", "$1 != NR", "/v/n"])?;
-    ensure!(wrong.is_empty(), "lines of the volume that are out of order: {wrong}");
-    let written = case.exec("writer", &["sh", "-c", "wc -l </v/n"])?;
-    let seen = format!("{seen}volume {} lines; {missing} missing", written.trim());
-    let after = restarts(&case)?;
-    if outcome != Outcome::Restarted {
-        ensure!(after == before, "restarts {before:?} -> {after:?}");
-    }
-    case.until("as many VMs as pods", || Ok((case.vms()? == PODS.len()).then_some(())))?;
-    let ended = after.iter().filter(|(name, count)| before.get(*name) != Some(count)).count();
-    Ok(match outcome {
-        Outcome::Unnoticed | Outcome::AnswersLost => format!("{seen}; nothing restarted"),
-        Outcome::StreamsEnd => format!("{seen}; nothing restarted, exec again after {took:.1} s"),
-        Outcome::Restarted => {
-            format!("{seen}; {ended} of {} containers restarted, all ready after {took:.1} s", PODS.len())
+        case.until("all pods are ready and can be entered", || {
+            let is_ready =
+                |name: &&str| case.exec(name, &["true"]).is_ok() && case.is_ready(name).unwrap_or(false);
+            Ok(PODS.iter().all(is_ready).then_some(()))
+        })?;
+        let took = began.elapsed().as_secs_f64();
+        if matches!(outcome, Outcome::Unnoticed | Outcome::AnswersLost) {
+            // A forwarded port may end with the program that carries it.
+            for stream in &streams[..2] {
+                let seen = stream.count();
+                ensure!(!stream.reader.is_finished(), "the {} has ended", stream.name);
+                case.until(&format!("more lines of the {}", stream.name), || {
+                    Ok((stream.count() > seen + 5).then_some(()))
+                })?;
+            }
         }
-    })
+        let (mut seen, mut missing) = (String::new(), 0);
+        for stream in streams {
+            let (text, count) = stream.close()?;
+            seen += &text;
+            missing += count;
+        }
+        ensure!(missing == 0 || outcome == Outcome::AnswersLost, "{seen}{missing} lines are missing");
+        let wrong = case.exec("writer", &["awk", "$1 != NR", "/v/n"])?;
+        ensure!(wrong.is_empty(), "lines of the volume that are out of order: {wrong}");
+        let written = case.exec("writer", &["sh", "-c", "wc -l </v/n"])?;
+        let seen = format!("{seen}volume {} lines; {missing} missing", written.trim());
+        let after = restarts(case)?;
+        if outcome != Outcome::Restarted {
+            ensure!(after == before, "restarts {before:?} -> {after:?}");
+        }
+        case.until("as many VMs as pods", || Ok((case.vms()? == PODS.len()).then_some(())))?;
+        let ended = after.iter().filter(|(name, count)| before.get(*name) != Some(count)).count();
+        Ok(match outcome {
+            Outcome::Unnoticed | Outcome::AnswersLost => format!("{seen}; nothing restarted"),
+            Outcome::StreamsEnd => format!("{seen}; nothing restarted, exec again after {took:.1} s"),
+            Outcome::Restarted => {
+                format!("{seen}; {ended} of {} containers restarted, all ready after {took:.1} s", PODS.len())
+            }
+        })
+    }
 }
 
 /// Numbers that a user reads, each in a line and one more than the last.
