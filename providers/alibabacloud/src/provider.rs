@@ -15,7 +15,7 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Wait, offerings, until, wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -137,10 +137,7 @@ impl Alibaba {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "alibabacloud")
     }
 
@@ -182,27 +179,10 @@ impl Alibaba {
             let allowed = |zone: &String| request.zones.is_empty() || request.zones.contains(zone);
             wanted.zones = second.filter(allowed).collect();
             if wanted.zones.is_empty() {
-                return Err(Error::invalid(format!(
-                    "{what}: no vSwitch for its second NIC is in {}; add one to \
-                     provider.alibabacloud.second-vswitch-ids",
-                    request.zones.join(" or ")
-                )));
+                return Err(no_second(request, &request.zones.join(" or ")));
             }
         }
         self.planner.place(&wanted, 1)
-    }
-
-    async fn placed(&self, request: &CreateRequest) -> Result<Offering, Error> {
-        let placed = match offerings(request)? {
-            Some(placed) => placed,
-            None => {
-                let placement = Some(self.place(request).await?);
-                offerings(&CreateRequest { placement, ..request.clone() })?.unwrap_or_default()
-            }
-        };
-        let first = placed.into_iter().next();
-        first
-            .ok_or_else(|| Error::invalid(format!("create of {}: its placement names nothing", request.name)))
     }
 
     async fn image(&self, request: &CreateRequest, facts: &Facts) -> Result<ImageFacts, Error> {
@@ -226,15 +206,11 @@ impl Alibaba {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let offering = self.placed(request).await?;
+        let offering = offering(request, self.place(request)).await?;
         let image = self.image(request, &facts).await?;
         let second = facts.second.iter().find(|one| request.second_nic && one.zone == offering.zone);
         if request.second_nic && second.is_none() {
-            return Err(Error::invalid(format!(
-                "create of {}: no vSwitch for its second NIC is in {}; add one to \
-                 provider.alibabacloud.second-vswitch-ids",
-                request.name, offering.zone
-            )));
+            return Err(no_second(request, &offering.zone));
         }
         let launch = Launch {
             alibaba: self,
@@ -248,6 +224,14 @@ impl Alibaba {
         };
         launch.go(count).await
     }
+}
+
+fn no_second(request: &CreateRequest, zones: &str) -> Error {
+    Error::invalid(format!(
+        "create of {}: no vSwitch for its second NIC is in {zones}; add one to \
+         provider.alibabacloud.second-vswitch-ids",
+        request.name
+    ))
 }
 
 #[async_trait]

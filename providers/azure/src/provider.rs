@@ -14,8 +14,8 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, offerings, until,
-    wait_for,
+    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offering,
+    until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -165,10 +165,7 @@ impl Azure {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "azure")
     }
 
@@ -222,14 +219,7 @@ impl Azure {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let placed = match &request.placement {
-            Some(_) => request.clone(),
-            None => CreateRequest { placement: Some(self.place(request).await?), ..request.clone() },
-        };
-        let offerings = offerings(&placed)?.unwrap_or_default();
-        let Some(offering) = offerings.first() else {
-            return Err(Error::invalid(format!("create of {}: its placement names nothing", request.name)));
-        };
+        let offering = &offering(request, self.place(request)).await?;
         let image = self.image(request, &facts).await?;
         self.suits(request, offering, &image)?;
         let launch = Launch {

@@ -36,7 +36,7 @@ pub use catalogue::{Catalogue, Location, MachineType, Offering, Prices};
 pub use kept::Kept;
 pub use marks::{Alphabet, Marks};
 pub use plan::{Plan, Policy, RejectReason, Rejection, plan};
-pub use planner::{Planner, offerings};
+pub use planner::{Planner, check_creates, offering, offerings};
 pub use recent::Recent;
 pub use refusal::{Meaning, Refusals};
 pub use strays::Strays;

@@ -121,24 +121,60 @@ fn placement(offerings: &[Offering]) -> Result<Placement, Error> {
     Placement::new(text)
 }
 
-/// Returns the offerings of the request's placement, best first; `None` without a placement.
+/// Returns the offerings of the request's placement, best first and at least one. `place` chooses a placement for a request
+/// without one.
 ///
 /// # Errors
-/// [`Error::Invalid`] when the placement has another format or is empty.
-pub fn offerings(request: &CreateRequest) -> Result<Option<Vec<Offering>>, Error> {
-    let Some(placement) = &request.placement else { return Ok(None) };
-    let unreadable = |why: &str| {
-        Error::invalid(format!("create of {}: its placement cannot be read: {why}", request.name))
-    };
+/// [`Error::Invalid`] when the placement has another format or is empty, and those of `place`.
+pub async fn offerings(
+    request: &CreateRequest,
+    place: impl Future<Output = Result<Placement, Error>>,
+) -> Result<Vec<Offering>, Error> {
+    match &request.placement {
+        Some(placement) => read(&request.name, placement),
+        None => read(&request.name, &place.await?),
+    }
+}
+
+/// Returns the first of [`offerings`], for a cloud whose key or name of a create belongs to one offering.
+///
+/// # Errors
+/// Those of [`offerings`].
+pub async fn offering(
+    request: &CreateRequest,
+    place: impl Future<Output = Result<Placement, Error>>,
+) -> Result<Offering, Error> {
+    offerings(request, place).await?.into_iter().next().ok_or_else(|| unreadable(&request.name, EMPTY))
+}
+
+/// Refuses a create in a program that only lists and deletes VMs.
+///
+/// # Errors
+/// [`Error::Invalid`] unless the program `creates`.
+pub fn check_creates(creates: bool, request: &CreateRequest) -> Result<(), Error> {
+    if creates {
+        return Ok(());
+    }
+    let text = format!("create of {}: this program only lists and deletes VMs", request.name);
+    Err(Error::invalid(text))
+}
+
+const EMPTY: &str = "it names nothing";
+
+fn unreadable(name: &str, why: &str) -> Error {
+    Error::invalid(format!("create of {name}: its placement cannot be read: {why}"))
+}
+
+fn read(name: &str, placement: &Placement) -> Result<Vec<Offering>, Error> {
     let placed: Placed =
-        serde_json::from_str(placement.as_str()).map_err(|error| unreadable(&error.to_string()))?;
+        serde_json::from_str(placement.as_str()).map_err(|error| unreadable(name, &error.to_string()))?;
     if placed.v != VERSION {
-        return Err(unreadable("another version wrote it"));
+        return Err(unreadable(name, "another version wrote it"));
     }
     if placed.offerings.is_empty() {
-        return Err(unreadable("it names nothing"));
+        return Err(unreadable(name, EMPTY));
     }
-    Ok(Some(placed.offerings))
+    Ok(placed.offerings)
 }
 
 #[cfg(test)]
@@ -179,11 +215,8 @@ mod tests {
     }
 
     fn named(planner: &Planner, at_most: usize) -> Vec<String> {
-        let request = CreateRequest {
-            placement: Some(planner.place(&request(), at_most).unwrap()),
-            ..CreateRequest::default()
-        };
-        offerings(&request).unwrap().unwrap().iter().map(Offering::to_string).collect()
+        let placement = planner.place(&request(), at_most).unwrap();
+        read("pod-a", &placement).unwrap().iter().map(Offering::to_string).collect()
     }
 
     #[tokio::test(start_paused = true)]
@@ -235,13 +268,31 @@ mod tests {
         assert!(text.contains("type-0-") && text.contains("code 0"), "{text}");
     }
 
-    #[test]
-    fn a_foreign_placement_is_refused() {
+    #[tokio::test]
+    async fn a_foreign_placement_is_refused() {
         for text in ["", "{}", r#"{"v":2,"offerings":[]}"#, r#"{"v":1,"offerings":[]}"#] {
-            let placement = Placement::new(text).ok();
-            let request = CreateRequest { placement, ..CreateRequest::default() };
-            assert!(matches!(offerings(&request), Err(Error::Invalid { .. })), "{text}");
+            let placement = Some(Placement::new(text).unwrap());
+            let request = CreateRequest { placement, ..request() };
+            let read = offering(&request, async { panic!("the request has a placement") }).await;
+            assert!(matches!(read, Err(Error::Invalid { .. })), "{text}");
         }
-        assert_eq!(offerings(&CreateRequest::default()), Ok(None));
+    }
+
+    #[tokio::test]
+    async fn a_request_without_a_placement_gets_one() {
+        let planner = planner(&["small", "large"]);
+        let place = async || planner.place(&request(), 2);
+        let names = |all: &[Offering]| all.iter().map(Offering::to_string).collect::<Vec<_>>();
+        assert_eq!(names(&offerings(&request(), place()).await.unwrap()), ["small in z1", "small in z2"]);
+        assert_eq!(offering(&request(), place()).await.unwrap().to_string(), "small in z1");
+        let refused = async { Err(Error::transient("no answer")) };
+        assert!(matches!(offering(&request(), refused).await, Err(Error::Transient { .. })));
+    }
+
+    #[test]
+    fn a_program_that_only_deletes_makes_nothing() {
+        assert!(check_creates(true, &request()).is_ok());
+        let error = check_creates(false, &request()).unwrap_err().to_string();
+        assert!(error.contains("create of pod-a: this program only lists and deletes VMs"), "{error}");
     }
 }

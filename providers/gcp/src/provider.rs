@@ -12,7 +12,7 @@ use peerpod_provider_api::{
     Provider, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Wait, offerings, until, wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -135,10 +135,7 @@ impl Gcp {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "gcp")
     }
 
@@ -178,19 +175,6 @@ impl Gcp {
         self.planner.place(&wanted, 1)
     }
 
-    async fn placed(&self, request: &CreateRequest) -> Result<Offering, Error> {
-        let placed = match offerings(request)? {
-            Some(placed) => placed,
-            None => {
-                let placement = Some(self.place(request).await?);
-                offerings(&CreateRequest { placement, ..request.clone() })?.unwrap_or_default()
-            }
-        };
-        let first = placed.into_iter().next();
-        first
-            .ok_or_else(|| Error::invalid(format!("create of {}: its placement names nothing", request.name)))
-    }
-
     async fn image(&self, request: &CreateRequest, facts: &Facts) -> Result<ImageFacts, Error> {
         let Some(text) = &request.image else { return Ok(facts.image.clone()) };
         let what = format!("create of {}: look at the pod's image", request.name);
@@ -209,7 +193,7 @@ impl Gcp {
         let until = until();
         let disks = volumes::disks_of(self, request)?;
         let facts = self.facts(false).await?;
-        let offering = self.placed(request).await?;
+        let offering = offering(request, self.place(request)).await?;
         let image = self.image(request, &facts).await?;
         let connected = self.connected()?;
         let (offering, image, disks) = (&offering, &image, &disks[..]);
@@ -225,7 +209,7 @@ impl Gcp {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let offering = self.placed(request).await?;
+        let offering = offering(request, self.place(request)).await?;
         let image = self.image(request, &facts).await?;
         let connected = self.connected()?;
         let (offering, image, disks) = (&offering, &image, &[][..]);

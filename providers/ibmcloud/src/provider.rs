@@ -14,8 +14,8 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, offerings, until,
-    wait_for,
+    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offering,
+    until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -204,10 +204,7 @@ impl IbmCloud {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "ibmcloud")
     }
 
@@ -250,15 +247,10 @@ impl IbmCloud {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let placed = match &request.placement {
-            Some(_) => request.clone(),
-            None => CreateRequest { placement: Some(self.place(request).await?), ..request.clone() },
-        };
-        let offerings = offerings(&placed)?.unwrap_or_default();
-        let place = |one: &Offering| Place::parse(one.subnet.as_deref()?);
-        let Some((offering, place)) = offerings.first().and_then(|one| Some((one, place(one)?))) else {
-            return Err(Error::invalid(format!("create of {}: its placement names nothing", request.name)));
-        };
+        let offering = &offering(request, self.place(request)).await?;
+        let place = offering.subnet.as_deref().and_then(Place::parse).ok_or_else(|| {
+            Error::invalid(format!("create of {}: its placement names no subnet or host", request.name))
+        })?;
         let image = self.image(request, offering, &facts).await?;
         let launch = Launch {
             ibm: self,

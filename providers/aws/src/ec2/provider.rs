@@ -17,7 +17,7 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, offerings, until,
+    Kept, Look, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offerings, until,
     wait_for,
 };
 use prometheus_client::registry::Registry;
@@ -150,10 +150,7 @@ impl Aws {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "aws")?;
         if request.second_nic && (request.public_ip || self.config.use_public_ip) {
             let text = format!(
@@ -227,21 +224,12 @@ impl Aws {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let offerings = match offerings(request)? {
-            Some(offerings) => offerings,
-            None => self.placed(request).await?,
-        };
+        let offerings = offerings(request, self.place(request)).await?;
         let ec2 = &self.ec2().await?.ec2;
         let image = self.own_image(ec2, request, until).await?;
         let launch =
             Launch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
         launch.go(count).await
-    }
-
-    async fn placed(&self, request: &CreateRequest) -> Result<Vec<Offering>, Error> {
-        let placement = Some(self.place(request).await?);
-        let placed = CreateRequest { placement, ..request.clone() };
-        Ok(offerings(&placed)?.unwrap_or_default())
     }
 }
 
