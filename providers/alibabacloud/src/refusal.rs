@@ -22,7 +22,7 @@ pub(crate) const NO_ADDRESS: &str = "InvalidVSwitchId.IpNotEnough";
 const HIGHER_QUOTA: &str = "ask for a higher quota of this instance type (Quota Center, Elastic Compute Service), or allow other instance-types";
 const ALLOW: &str =
     "allow {action} to this identity (providers/alibabacloud/ram-policy.json is the whole list)";
-const PAY: &str = "pay what is due, or top up the account";
+const PAY: &str = "pay the open bills, or top up the account";
 const RENEW: &str = "renew the credentials, and check the node's clock";
 const KEY: &str = "use an access key that exists and is active";
 const TYPES: &str = "allow instance-types that these zones sell, or give vswitch-ids in others";

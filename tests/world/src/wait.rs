@@ -40,7 +40,8 @@ impl Patience {
     }
 }
 
-/// Calls `probe` until it returns `Some`. After `patience`, or later on a busy machine, it fails with an error that names the condition.
+/// Calls `probe` until it returns `Some`. After `patience`, or later on a busy machine, it fails with an error that names
+/// the condition.
 pub async fn eventually<T>(
     what: &str,
     patience: Duration,
