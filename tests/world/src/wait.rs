@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 
 const INTERVAL: Duration = Duration::from_millis(5);
+/// Longest time between two looks that counts.
+const LONGEST_STEP: Duration = Duration::from_secs(10);
 /// Upper limit of [`slowness`].
 const SLOWEST: f64 = 8.0;
 
@@ -34,7 +36,8 @@ impl Patience {
     /// Counts the time since the last call, and returns whether the limit is reached.
     pub fn is_over(&mut self) -> bool {
         let now = Instant::now();
-        self.spent += now.duration_since(self.last).div_f64(slowness());
+        // Longer times are those of a machine that stood still.
+        self.spent += now.duration_since(self.last).min(LONGEST_STEP).div_f64(slowness());
         self.last = now;
         self.spent > self.limit
     }

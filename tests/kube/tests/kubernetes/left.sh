@@ -4,8 +4,9 @@
 # and /run/kata-containers. Their mounts count.
 set -euo pipefail
 ip -o link | awk -F': ' '{ sub("@.*", "", $2); print "interface " $2 }'
+# A bridge that is made again has another link-local address.
 for family in -4 -6; do
-    ip $family route show table all | sed 's/ *$//; s/^/route /'
+    ip $family route show table all | sed -E 's/ *$//; s/^/route /; s/fe80::[0-9a-f:]+ /fe80:: /; s/ linkdown//'
     ip $family rule | sed 's/^/rule /'
 done
 # kube-proxy's own table has a chain for each Service.
