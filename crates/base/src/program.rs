@@ -83,6 +83,7 @@ pub fn run<E: From<telemetry::Error> + From<io::Error>>(
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
     let runtime = runtime()?;
+    runtime.spawn(telemetry::finish_lines());
     let ended = runtime.block_on(async { daemon(lifecycle::signals()?).await });
     // A blocking step that hangs (a netlink request, a read from a dead mount) must not keep the process alive.
     runtime.shutdown_timeout(Duration::from_secs(2));

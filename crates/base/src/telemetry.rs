@@ -7,9 +7,10 @@
 mod damped;
 
 use std::fmt::Display;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tracing_subscriber::filter::ParseError;
@@ -18,7 +19,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry, fmt, reload};
 
-use damped::Damped;
+use damped::{Damped, Shared, with_left_out};
 
 use crate::config::{Bad, Node, Reader, Value};
 
@@ -101,6 +102,11 @@ pub struct Error(String);
 /// Changes the level of a process that has set up its logging.
 static CHANGE: OnceLock<(reload::Handle<EnvFilter, Registry>, Level)> = OnceLock::new();
 
+/// The damped lines, and whether they are JSON.
+static LINES: OnceLock<(Shared, bool)> = OnceLock::new();
+/// Interval of the search for damped lines that have stopped.
+const FINISH_EVERY: Duration = Duration::from_secs(10);
+
 /// Whether the level is switched to `debug`.
 static IS_DEBUG: AtomicBool = AtomicBool::new(false);
 
@@ -110,21 +116,36 @@ pub fn init(config: &LogConfig) -> Result<(), Error> {
     let (filter, handle) = reload::Layer::new(config.level.filter().map_err(|why| failed(&why))?);
     let registry = tracing_subscriber::registry().with(filter);
     let lines = fmt::layer().with_writer(std::io::stderr);
+    let damped = Shared::default();
     let done = if config.json {
         let format = fmt::format().json().flatten_event(true).with_current_span(false);
         let lines = lines.fmt_fields(JsonFields::new());
-        registry.with(lines.event_format(Damped::new(format, true))).try_init()
+        registry.with(lines.event_format(Damped::new(format, true, damped.clone()))).try_init()
     } else {
         let is_terminal = std::io::stderr().is_terminal();
-        let format = Damped::new(fmt::format().with_ansi(is_terminal), false);
+        let format = Damped::new(fmt::format().with_ansi(is_terminal), false, damped.clone());
         registry.with(lines.with_ansi(is_terminal).event_format(format)).try_init()
     };
     done.map_err(|why| failed(&why))?;
     drop(CHANGE.set((handle, config.level.clone())));
+    drop(LINES.set((damped, config.json)));
     if !config.overridden.is_empty() {
         tracing::warn!(keys = config.overridden.join(","), "a test overrides constants");
     }
     Ok(())
+}
+
+/// Writes, for ever, the numbers of damped lines that have stopped. Runs beside a daemon.
+pub(crate) async fn finish_lines() {
+    let Some((lines, is_json)) = LINES.get() else { return };
+    loop {
+        tokio::time::sleep(FINISH_EVERY).await;
+        let finished = lines.lock().finished(Instant::now());
+        let text: String =
+            finished.iter().map(|(line, left_out)| with_left_out(line, *left_out, *is_json)).collect();
+        // Ignored as for every line: there is no other place for it.
+        std::io::stderr().lock().write_all(text.as_bytes()).ok();
+    }
 }
 
 /// Switches the level to `debug`, or back to `log.level`. Does nothing before [`init`].

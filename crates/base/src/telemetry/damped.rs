@@ -1,9 +1,11 @@
 //! Damps repeated log lines: of lines that differ in their time alone, the first ten of each minute are written. The next
-//! one that is written has the number of those that were left out. Lines of guests have limits of their own, in the relay.
+//! one that is written has the number of those that were left out. If none follows, the last one that was left out is
+//! written when its minute is over, with the number of the others. Lines of guests have limits of their own, in the relay.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -17,6 +19,8 @@ const MOST_EQUAL: u64 = 10;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Different lines that are remembered; with more of them in one window, the count begins anew.
 const MOST_LINES: usize = 1024;
+/// Longest line that is kept until its window is over, in bytes.
+const MOST_KEPT: usize = 4096;
 /// Target of guests' lines.
 const GUEST: &str = "guest";
 
@@ -24,39 +28,78 @@ const GUEST: &str = "guest";
 pub(super) struct Damped<F> {
     format: F,
     is_json: bool,
-    lines: Mutex<Lines>,
+    lines: Shared,
 }
 
-/// Lines of the present window by their hash, with their number.
+/// Lines of one output.
+pub(super) type Shared = Arc<Mutex<Lines>>;
+
+/// Lines of the present window by their hash.
 #[derive(Default)]
-struct Lines(HashMap<u64, (Instant, u64)>);
+pub(super) struct Lines(HashMap<u64, Counted>);
+
+/// Equal lines of one window.
+struct Counted {
+    since: Instant,
+    number: u64,
+    /// The last one that was left out, whole; empty: none, or a long one.
+    last: String,
+}
 
 impl Lines {
     /// Counts a line. Returns how many equal ones were left out before it; `None`: it is left out as well.
-    fn count(&mut self, line: &str, now: Instant) -> Option<u64> {
+    /// `rest` is the line without its time.
+    fn count(&mut self, line: &str, rest: &str, now: Instant) -> Option<u64> {
         let mut hasher = DefaultHasher::new();
-        line.hash(&mut hasher);
+        rest.hash(&mut hasher);
         let key = hasher.finish();
         if self.0.len() >= MOST_LINES && !self.0.contains_key(&key) {
-            self.0.retain(|_, (since, _)| now.duration_since(*since) < WINDOW);
+            self.0.retain(|_, counted| now.duration_since(counted.since) < WINDOW);
             if self.0.len() >= MOST_LINES {
                 self.0.clear();
             }
         }
-        let (since, count) = self.0.entry(key).or_insert((now, 0));
+        let new = || Counted { since: now, number: 0, last: String::new() };
+        let counted = self.0.entry(key).or_insert_with(new);
         let mut left_out = 0;
-        if now.duration_since(*since) >= WINDOW {
-            left_out = count.saturating_sub(MOST_EQUAL);
-            (*since, *count) = (now, 0);
+        if now.duration_since(counted.since) >= WINDOW {
+            left_out = counted.number.saturating_sub(MOST_EQUAL);
+            *counted = new();
         }
-        *count += 1;
-        (*count <= MOST_EQUAL).then_some(left_out)
+        counted.number += 1;
+        if counted.number <= MOST_EQUAL {
+            return Some(left_out);
+        }
+        counted.last.clear();
+        if line.len() <= MOST_KEPT {
+            counted.last.push_str(line);
+        }
+        None
+    }
+
+    /// Returns the last line of each finished window that was left out, with the number of the others.
+    pub(super) fn finished(&mut self, now: Instant) -> Vec<(String, u64)> {
+        let over = self.0.extract_if(|_, counted| now.duration_since(counted.since) >= WINDOW);
+        let rest = over.filter(|(_, counted)| !counted.last.is_empty());
+        rest.map(|(_, Counted { number, last, .. })| (last, number.saturating_sub(MOST_EQUAL + 1))).collect()
+    }
+}
+
+/// Adds the number of lines that were left out to a line.
+pub(super) fn with_left_out(line: &str, left_out: u64, is_json: bool) -> String {
+    match left_out {
+        0 => line.to_owned(),
+        _ if is_json => {
+            let open = line.trim_end().strip_suffix('}').unwrap_or(line);
+            format!("{open},\"left_out\":{left_out}}}\n")
+        }
+        _ => format!("{} left_out={left_out}\n", line.trim_end()),
     }
 }
 
 impl<F> Damped<F> {
-    pub(super) fn new(format: F, is_json: bool) -> Damped<F> {
-        Damped { format, is_json, lines: Mutex::default() }
+    pub(super) fn new(format: F, is_json: bool, lines: Shared) -> Damped<F> {
+        Damped { format, is_json, lines }
     }
 }
 
@@ -79,14 +122,9 @@ where
         self.format.format_event(context, Writer::new(&mut line), event)?;
         // The time is before the first space of a text, and before the first comma of an object.
         let rest = line.find(if self.is_json { ',' } else { ' ' }).and_then(|at| line.get(at..));
-        match self.lines.lock().count(rest.unwrap_or(&line), Instant::now()) {
+        match self.lines.lock().count(&line, rest.unwrap_or(&line), Instant::now()) {
             None => Ok(()),
-            Some(0) => to.write_str(&line),
-            Some(left_out) if self.is_json => {
-                let open = line.trim_end().strip_suffix('}').unwrap_or(&line);
-                writeln!(to, "{open},\"left_out\":{left_out}}}")
-            }
-            Some(left_out) => writeln!(to, "{} left_out={left_out}", line.trim_end()),
+            Some(left_out) => to.write_str(&with_left_out(&line, left_out, self.is_json)),
         }
     }
 }
@@ -98,18 +136,33 @@ mod tests {
     #[test]
     fn equal_lines_are_bounded_in_each_window_and_counted() {
         let (mut lines, begin) = (Lines::default(), Instant::now());
-        let written = (0..100).filter(|_| lines.count("again", begin).is_some()).count();
+        let mut count = |line: &str, now| lines.count(line, line, now);
+        let written = (0..100).filter(|_| count("again", begin).is_some()).count();
         assert_eq!(written as u64, MOST_EQUAL);
-        assert_eq!(lines.count("another", begin), Some(0));
-        assert_eq!(lines.count("again", begin + WINDOW), Some(100 - MOST_EQUAL));
-        assert_eq!(lines.count("again", begin + WINDOW), Some(0));
+        assert_eq!(count("another", begin), Some(0));
+        assert_eq!(count("again", begin + WINDOW), Some(100 - MOST_EQUAL));
+        assert_eq!(count("again", begin + WINDOW), Some(0));
+    }
+
+    #[test]
+    fn the_number_is_written_when_the_lines_stop() {
+        let (mut lines, begin) = (Lines::default(), Instant::now());
+        for second in 0..30 {
+            lines.count(&format!("{second} again\n"), " again\n", begin);
+            lines.count("once\n", &format!("{second}"), begin);
+        }
+        assert!(lines.finished(begin + WINDOW / 2).is_empty());
+        assert_eq!(lines.finished(begin + WINDOW), [("29 again\n".to_owned(), 30 - MOST_EQUAL - 1)]);
+        assert!(lines.0.is_empty());
+        assert_eq!(with_left_out("29 again\n", 19, false), "29 again left_out=19\n");
+        assert_eq!(with_left_out("{\"a\":1}\n", 19, true), "{\"a\":1,\"left_out\":19}\n");
     }
 
     #[test]
     fn the_memory_is_bounded() {
         let (mut lines, begin) = (Lines::default(), Instant::now());
         for number in 0..MOST_LINES * 3 {
-            assert_eq!(lines.count(&number.to_string(), begin), Some(0));
+            assert_eq!(lines.count("", &number.to_string(), begin), Some(0));
             assert!(lines.0.len() <= MOST_LINES);
         }
     }
