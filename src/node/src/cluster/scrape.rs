@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -27,6 +27,7 @@ use peerpod_base::admin;
 use peerpod_base::chain::chain;
 use peerpod_base::listen::listen;
 use peerpod_common::accept::Acceptor;
+use peerpod_common::caller_limits::{CallerLimits, Rate};
 use peerpod_common::limit::ConnectionLimit;
 use peerpod_kube::client::Error;
 use peerpod_pki::Authority;
@@ -58,9 +59,12 @@ const MOST_RELAY: usize = 16 << 20;
 const REMEMBER: Duration = Duration::from_secs(60);
 /// The same for a refusal.
 const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
-/// Limit of remembered tokens, and of reviews in flight; beyond the latter a caller is refused for now.
+/// Limit of remembered tokens of each kind, and of reviews in flight; beyond the latter a caller is refused for now.
 const MOST: usize = 256;
 const AT_ONCE: usize = 8;
+/// Limits of one address: its requests, and reviews of tokens that are not known.
+const REQUESTS: Rate = Rate { burst: 30.0, per_second: 5.0, at_once: 8 };
+const REVIEWS: Rate = Rate { burst: 6.0, per_second: 0.5, at_once: 2 };
 
 /// A port that is bound and not served yet.
 pub(crate) struct Scrape {
@@ -76,9 +80,15 @@ struct Desk {
     relay: SocketAddr,
     calls: Calls,
     places: Semaphore,
-    /// Status of the answer by the token's SHA-256, with its end.
-    known: Mutex<HashMap<[u8; 32], (Instant, StatusCode)>>,
+    requests: CallerLimits<IpAddr>,
+    reviews: CallerLimits<IpAddr>,
+    /// Answers of the API server. Refusals take no place of a permitted token.
+    permitted: Mutex<Answers>,
+    refused: Mutex<Answers>,
 }
+
+/// Status of the answer by the token's SHA-256, with its end.
+type Answers = HashMap<[u8; 32], (Instant, StatusCode)>;
 
 impl Scrape {
     /// Binds the port and makes its certificate.
@@ -100,8 +110,7 @@ impl Scrape {
             .with_single_cert(identity.chain, identity.key)?;
         tls.alpn_protocols = vec![b"http/1.1".to_vec()];
         info!(%address, "metrics are served to permitted callers");
-        let (places, known) = (Semaphore::new(AT_ONCE), Mutex::default());
-        let desk = Arc::new(Desk { registry, relay, calls, places, known });
+        let desk = Arc::new(Desk::new(registry, relay, calls));
         Ok(Scrape { listener, tls: TlsAcceptor::from(Arc::new(tls)), desk })
     }
 
@@ -116,20 +125,20 @@ impl Scrape {
             let Some(counted) = limit.enter(address.ip()) else { continue };
             let (tls, desk) = (self.tls.clone(), self.desk.clone());
             open.spawn(async move {
-                connection(stream, &tls, desk).await;
+                connection(stream, address.ip(), &tls, desk).await;
                 drop(counted);
             });
         }
     }
 }
 
-async fn connection(stream: TcpStream, tls: &TlsAcceptor, desk: Arc<Desk>) {
+async fn connection(stream: TcpStream, from: IpAddr, tls: &TlsAcceptor, desk: Arc<Desk>) {
     let Ok(Ok(stream)) = timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await else {
         return debug!("TLS handshake of a scraper failed");
     };
     let service = hyper::service::service_fn(move |request: Request<Incoming>| {
         let desk = desk.clone();
-        async move { Ok::<_, Infallible>(desk.answer(&request).await) }
+        async move { Ok::<_, Infallible>(desk.answer(&request, from).await) }
     });
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
@@ -142,7 +151,16 @@ async fn connection(stream: TcpStream, tls: &TlsAcceptor, desk: Arc<Desk>) {
 }
 
 impl Desk {
-    async fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+    fn new(registry: Arc<Registry>, relay: SocketAddr, calls: Calls) -> Desk {
+        let [requests, reviews] = [REQUESTS, REVIEWS].map(CallerLimits::new);
+        let (places, permitted, refused) = (Semaphore::new(AT_ONCE), Mutex::default(), Mutex::default());
+        Desk { registry, relay, calls, places, requests, reviews, permitted, refused }
+    }
+
+    async fn answer(&self, request: &Request<Incoming>, from: IpAddr) -> Response<Full<Bytes>> {
+        let Some(_place) = self.requests.enter(&from, Instant::now()) else {
+            return text(StatusCode::TOO_MANY_REQUESTS, "too many requests of this address; ask less often");
+        };
         let path = request.uri().path();
         if !matches!(path, "/metrics" | "/relay/metrics") {
             return text(StatusCode::NOT_FOUND, "try /metrics or /relay/metrics");
@@ -150,7 +168,7 @@ impl Desk {
         if request.method() != Method::GET {
             return text(StatusCode::METHOD_NOT_ALLOWED, "only GET");
         }
-        match self.permission(request.headers()).await {
+        match self.permission(request.headers(), from).await {
             StatusCode::OK => {}
             StatusCode::UNAUTHORIZED => {
                 return text(StatusCode::UNAUTHORIZED, "a valid bearer token is needed");
@@ -159,6 +177,12 @@ impl Desk {
                 return text(
                     StatusCode::FORBIDDEN,
                     "the caller may not get the URL /metrics; bind it to a role that may",
+                );
+            }
+            StatusCode::TOO_MANY_REQUESTS => {
+                return text(
+                    StatusCode::TOO_MANY_REQUESTS,
+                    "too many unknown tokens of this address; try again later",
                 );
             }
             other => return text(other, "the API server does not answer; try again"),
@@ -176,14 +200,19 @@ impl Desk {
     }
 
     /// Returns `OK` for a permitted caller, else the status of the refusal.
-    async fn permission(&self, headers: &HeaderMap) -> StatusCode {
+    async fn permission(&self, headers: &HeaderMap, from: IpAddr) -> StatusCode {
         let token = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
         let Some(token) = token.filter(|token| !token.is_empty()) else { return StatusCode::UNAUTHORIZED };
         let digest: [u8; 32] = Sha256::digest(token).into();
-        let known = self.known.lock().get(&digest).copied();
-        if let Some((_, status)) = known.filter(|(until, _)| *until > Instant::now()) {
+        let known = [&self.permitted, &self.refused].into_iter().find_map(|known| {
+            known.lock().get(&digest).copied().filter(|(until, _)| *until > Instant::now())
+        });
+        if let Some((_, status)) = known {
             return status;
         }
+        let Some(_turn) = self.reviews.enter(&from, Instant::now()) else {
+            return StatusCode::TOO_MANY_REQUESTS;
+        };
         let Ok(_place) = self.places.try_acquire() else { return StatusCode::SERVICE_UNAVAILABLE };
         let status = match self.ask(token).await {
             Ok(status) => status,
@@ -192,8 +221,11 @@ impl Desk {
                 return StatusCode::SERVICE_UNAVAILABLE;
             }
         };
-        let remember = if status == StatusCode::OK { REMEMBER } else { REMEMBER_REFUSED };
-        let (mut known, now) = (self.known.lock(), Instant::now());
+        let (known, remember) = match status {
+            StatusCode::OK => (&self.permitted, REMEMBER),
+            _ => (&self.refused, REMEMBER_REFUSED),
+        };
+        let (mut known, now) = (known.lock(), Instant::now());
         if known.len() >= MOST {
             known.retain(|_, (until, _)| *until > now);
         }
@@ -259,4 +291,72 @@ fn text(status: StatusCode, text: &str) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(format!("{text}\n"))));
     *response.status_mut() = status;
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kube::client::Body;
+    use peerpod_base::admin::Ready;
+    use serde_json::json;
+
+    use super::*;
+    use crate::metrics::Metrics;
+
+    const GOOD: &str = "good";
+
+    /// Makes a desk before an API server that permits one token. Returns also the number of its reviews.
+    fn desk() -> (Desk, Arc<AtomicUsize>) {
+        let reviews = Arc::new(AtomicUsize::new(0));
+        let counted = reviews.clone();
+        let server = tower::service_fn(move |request: Request<Body>| {
+            let counted = counted.clone();
+            async move {
+                let body = request.into_body().collect().await.map_err(std::io::Error::other)?.to_bytes();
+                let text = String::from_utf8_lossy(&body).into_owned();
+                let answer = if text.contains("TokenReview") {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    let is_good = text.contains(&format!("\"{GOOD}\""));
+                    json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {},
+                        "status": {"authenticated": is_good, "user": {"username": "prometheus"}}})
+                } else {
+                    json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": {},
+                        "status": {"allowed": true}})
+                };
+                Ok::<_, std::io::Error>(Response::new(Body::from(answer.to_string().into_bytes())))
+            }
+        });
+        let metrics = Metrics::new(&mut Registry::default());
+        let calls = Calls::new(kube::Client::new(server, "default"), metrics, Ready::default());
+        (Desk::new(Arc::default(), SocketAddr::from(([127, 0, 0, 1], 1)), calls), reviews)
+    }
+
+    async fn ask(desk: &Desk, token: &str, from: u8) -> StatusCode {
+        let value = HeaderValue::from_str(&format!("Bearer {token}")).unwrap();
+        let headers = HeaderMap::from_iter([(AUTHORIZATION, value)]);
+        desk.permission(&headers, IpAddr::from([10, 0, 0, from])).await
+    }
+
+    #[tokio::test]
+    async fn one_address_with_many_tokens_costs_few_reviews_and_shuts_nobody_out() {
+        let (desk, reviews) = desk();
+        assert_eq!(ask(&desk, GOOD, 1).await, StatusCode::OK);
+        for number in 0..1000 {
+            let status = ask(&desk, &format!("bad-{number}"), 2).await;
+            assert!(matches!(status, StatusCode::UNAUTHORIZED | StatusCode::TOO_MANY_REQUESTS), "{status}");
+        }
+        let asked = reviews.load(Ordering::Relaxed);
+        assert!(asked < 50, "{asked} reviews");
+        assert_eq!(ask(&desk, "bad-0", 2).await, StatusCode::UNAUTHORIZED, "a refusal is remembered");
+        // Refusals of many addresses fill their own places alone.
+        for number in 0..MOST * 2 {
+            let from = 3 + u8::try_from(number / 4 % 250).unwrap();
+            ask(&desk, &format!("other-{number}"), from).await;
+        }
+        let asked = reviews.load(Ordering::Relaxed);
+        assert_eq!(ask(&desk, GOOD, 2).await, StatusCode::OK);
+        assert_eq!(reviews.load(Ordering::Relaxed), asked, "a permitted token is still known");
+        assert_eq!(ask(&desk, GOOD, 254).await, StatusCode::OK);
+    }
 }
