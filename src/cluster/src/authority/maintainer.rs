@@ -59,6 +59,13 @@ pub(crate) struct Current {
     bundle: String,
 }
 
+impl Current {
+    /// End of the CA that signs.
+    pub(crate) fn not_after(&self) -> SystemTime {
+        self.signer.not_after
+    }
+}
+
 /// Receiver of the CA; `None` until its first read.
 pub(crate) type Authority = watch::Receiver<Option<Arc<Current>>>;
 

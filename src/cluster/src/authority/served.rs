@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
+use peerpod_base::metrics::Ends;
 use rustls::crypto::CryptoProvider;
 use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
@@ -37,6 +38,13 @@ impl CaMaintainer {
         tasks.spawn(served.follow(authority.clone(), issued));
         (in_use, authority)
     }
+}
+
+/// Returns the ends of a served certificate and of its CA, by these names; those that are not known yet are left out.
+pub(crate) fn ends(certificate: &InUse, authority: &Authority, [leaf, ca]: [&'static str; 2]) -> Ends {
+    let signer = authority.borrow().as_ref().map(|current| current.not_after());
+    let both = [(leaf, certificate.not_after()), (ca, signer)];
+    both.into_iter().filter_map(|(name, end)| Some((name, end?))).collect()
 }
 
 struct Served {

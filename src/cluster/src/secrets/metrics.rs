@@ -1,13 +1,18 @@
 //! Counts the calls of the secrets service.
 
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use peerpod_base::metrics::register;
+use peerpod_base::metrics::{expiries, register};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
+
+use crate::authority::maintainer::Authority;
+use crate::authority::served::ends;
+use crate::serve::InUse;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Call {
@@ -35,12 +40,14 @@ struct Labels {
 }
 
 /// Metrics of the service, registered once per process.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Metrics {
     requests: Family<Labels, Counter>,
     took: Histogram,
     pub(super) handshakes_failed: Counter,
     pub(super) certificates: Counter,
+    /// Certificate and CA, once the service has them.
+    pub(super) in_use: Arc<OnceLock<(InUse, Authority)>>,
 }
 
 impl Metrics {
@@ -52,7 +59,17 @@ impl Metrics {
             "From the arrival of a request's headers to its answer",
             took.clone(),
         );
+        let in_use: Arc<OnceLock<(InUse, Authority)>> = Arc::default();
+        let shown = in_use.clone();
+        expiries(registry, move || {
+            let names = ["secrets", "secrets-ca"];
+            shown
+                .get()
+                .map(|(certificate, authority)| ends(certificate, authority, names))
+                .unwrap_or_default()
+        });
         Metrics {
+            in_use,
             requests: register(
                 registry,
                 "peerpod_secrets_requests",

@@ -49,6 +49,7 @@ pub(crate) async fn run(config: SecretsConfig, metrics: Metrics, context: Contex
     let (certificate, mut authority) = maintainer.serve(names, crypto.clone(), &mut parts, move || {
         made.inc();
     });
+    drop(metrics.in_use.set((certificate.clone(), authority.clone())));
     let mut tls = serve::tls(crypto, &[&TLS13], certificate, None).context("TLS for the secrets service")?;
     tls.session_storage = Arc::new(NoServerSessionStorage {});
     tls.send_tls13_tickets = 0;

@@ -24,6 +24,7 @@ use super::config::{Certificates, WebhookConfig};
 use super::metrics::{Metrics, Outcome};
 use super::mutate::Profile;
 use super::review;
+use crate::authority::served::ends;
 use crate::serve::{self, Reply, Responder, Room, Roomed, reply, text};
 
 /// Path that the API server posts to, as in the replaced webhook.
@@ -69,6 +70,7 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
     let ready = Ready::default();
     let mut parts = JoinSet::new();
     let reloads = metrics.reloads.clone();
+    let mut authority = None;
     let certificate = match config.certificates {
         Certificates::Mounted(files) => {
             let certificate = Certificate::load(files, config.crypto.clone())?;
@@ -82,15 +84,19 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
             let opened = managed.open().await.context("webhook.certificates = self-managed")?;
             let (maintainer, names) = opened;
             let none_yet = Mutex::new(Some(ready.block("certificate")));
-            let (in_use, _) = maintainer.serve(names, config.crypto.clone(), &mut parts, move || {
+            let (in_use, ca) = maintainer.serve(names, config.crypto.clone(), &mut parts, move || {
                 reloads.inc();
                 none_yet.lock().take();
             });
+            authority = Some(ca);
             in_use
         }
     };
     let shown = certificate.clone();
-    expiries(&mut registry, move || shown.not_after().into_iter().map(|end| ("webhook", end)).collect());
+    expiries(&mut registry, move || match &authority {
+        Some(authority) => ends(&shown, authority, ["webhook", "webhook-ca"]),
+        None => shown.not_after().into_iter().map(|end| ("webhook", end)).collect(),
+    });
     let tls =
         serve::tls(config.crypto, &config.versions, certificate, config.callers).context("webhook.tls-…")?;
     let failed = |why: std::io::Error| {
