@@ -187,6 +187,7 @@ impl Agent {
                 Ok(mut running) => {
                     self.write_record(Some(running.process), exits);
                     self.is_running(true, exits);
+                    self.status.agent.store(running.process.pid, Relaxed);
                     self.serve(&running, &mut stage).await;
                     if matches!(*self.phase.borrow(), Phase::Unusable(_)) {
                         return;
@@ -380,6 +381,7 @@ impl Agent {
         let how = status.map_or("ended".to_owned(), |status| status.to_string());
         tracing::error!(pid = running.process.pid, how, exits, "the agent ended");
         self.is_running(false, exits);
+        self.status.agent.store(0, Relaxed);
         self.status.error(&format!("the kata-agent ended ({how})"));
     }
 

@@ -28,6 +28,8 @@ use crate::{assignment, power};
 const AT_ONCE: usize = 16;
 /// Interval of the reports of a flush's progress: the node gives up on a flush without progress.
 const PROGRESS: Duration = Duration::from_secs(1);
+/// Interval of the status without a change, for the use of the VM's resources.
+const TELL_EVERY: Duration = Duration::from_secs(30);
 
 pub(crate) struct Control {
     pub(crate) identity: Arc<Mutex<Identity>>,
@@ -141,20 +143,21 @@ fn filled(reply: &mut Reply, fill: Result<VolumeFill, Fault>) -> Result<(), Stri
     }
 }
 
-/// Sends the status to the node, unasked, at every change of the kata-agent and at every urgent note.
+/// Sends the status to the node, unasked: at every change of the kata-agent, at every urgent note, and at intervals.
 pub(crate) async fn report(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
     let mut phase = agent.watch();
     loop {
         tokio::select! {
             changed = phase.changed() => if changed.is_err() { break },
             () = status.said.notified() => {}
+            () = sleep(TELL_EVERY) => {}
         }
         tell(&status, &handle);
     }
 }
 
 pub(crate) fn tell(status: &Status, handle: &EndpointHandle) {
-    send(handle, &Reply { status: Some(status.report()).into(), ..Reply::default() });
+    send(handle, &Reply { status: Some(status.with_usage()).into(), ..Reply::default() });
 }
 
 fn send(handle: &EndpointHandle, reply: &Reply) {

@@ -70,6 +70,7 @@ struct Inner {
 impl Images {
     /// Makes the service. No pull begins before [`Images::access`] and [`Images::open`].
     pub(crate) fn new(settings: &config::Images, status: Arc<Status>) -> Images {
+        drop(status.images.set(settings.store.clone()));
         Images(Arc::new(Inner {
             settings: settings.clone(),
             access: watch::Sender::new(None),

@@ -39,6 +39,7 @@ mod serve;
 mod sources;
 mod status;
 mod underlay;
+mod usage;
 mod user_data;
 mod volumes;
 

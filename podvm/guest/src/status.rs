@@ -4,8 +4,10 @@
 //! Both kinds can then be compared with the node's clock.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
@@ -15,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 
-use crate::{files, proc};
+use crate::{files, proc, usage};
 
 /// Limit of stages; a guest has about ten, and a restart adds a few.
 const MAX_STAGES: usize = 64;
@@ -67,6 +69,10 @@ pub(crate) struct Status {
     zero: Duration,
     inner: Mutex<guest::Status>,
     notes: Mutex<BTreeMap<&'static str, String>>,
+    /// Process id of the kata-agent; 0: none runs.
+    pub(crate) agent: AtomicU32,
+    /// Directory of the container images, once it is known.
+    pub(crate) images: OnceLock<PathBuf>,
     /// The node is being dialled, or may dial.
     pub(crate) called: Flag,
     /// The NICs' addresses are requested, or there: other work may use the processor.
@@ -116,6 +122,8 @@ impl Status {
             zero,
             inner: Mutex::new(inner),
             notes: Mutex::default(),
+            agent: AtomicU32::default(),
+            images: OnceLock::new(),
             called,
             asked,
             addressed: Arc::default(),
@@ -218,6 +226,13 @@ impl Status {
 
     pub(crate) fn report(&self) -> guest::Status {
         self.lock().clone()
+    }
+
+    /// Returns the status with the present use of the VM.
+    pub(crate) fn with_usage(&self) -> guest::Status {
+        let images = self.images.get().map_or(Path::new("/"), PathBuf::as_path);
+        let usage = usage::read(self.agent.load(Relaxed), images);
+        guest::Status { usage: Some(usage).into(), ..self.report() }
     }
 
     /// Locks the message, to change other parts of it.

@@ -44,6 +44,7 @@ use crate::secrets::PullSecrets;
 use crate::traces::Tracer;
 use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
+use crate::vm_metrics::{Vm, VmMetrics};
 use crate::volumes::{PodStorage, Pods, Volumes};
 use crate::{installation, preflight, sweep, wireguard_fds};
 
@@ -146,7 +147,8 @@ pub async fn build(
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
     let (admin, registry) =
-        serve_admin(&config, cluster.as_ref(), registry, (&parts.trust, &ready), &mut tasks).await?;
+        serve_admin(&config, cluster.as_ref(), registry, (&parts.trust, &sandboxes, &ready), &mut tasks)
+            .await?;
     let about = AboutNode::new(&config, parts.provider.name(), &installation);
     let questions = Questions::new(about, sandboxes.clone(), parts.relay.clone(), ready.clone(), listed);
     let third = questions.serve(&config.run_dir, registry)?;
@@ -186,12 +188,14 @@ async fn serve_admin(
     config: &NodeConfig,
     cluster: Option<&Cluster>,
     mut registry: Registry,
-    (trust, ready): (&SharedTrust, &Ready),
+    (trust, sandboxes, ready): (&SharedTrust, &Sandboxes, &Ready),
     tasks: &mut Tasks,
 ) -> Result<(SocketAddr, Arc<Registry>)> {
     let trust = trust.clone();
     // The relay's certificate ends with the oldest CA, which signs it.
     expiries(&mut registry, move || vec![("node-ca", trust.read().not_after())]);
+    let sandboxes = sandboxes.clone();
+    registry.register_collector(Box::new(VmMetrics::new(move || Vm::all(&sandboxes))));
     let registry = Arc::new(registry);
     let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
     match (cluster, config.metrics_listen) {

@@ -23,6 +23,7 @@ mod sweep;
 mod traces;
 mod trust;
 pub mod tunnel;
+mod vm_metrics;
 mod volumes;
 mod wireguard_fds;
 

@@ -286,6 +286,7 @@ mod tests {
     use peerpod_test_reference as reference;
 
     use super::*;
+    use crate::vm_metrics::{VmMetrics, sample};
 
     #[test]
     fn documented_metrics_are_up_to_date() {
@@ -304,6 +305,7 @@ mod tests {
         guests.claims_refused.count("x");
         guests.paths.count("x");
         cluster.call("x", "x");
+        registry.register_collector(Box::new(VmMetrics::new(|| vec![sample()])));
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "peerpod-node", &text).unwrap();
     }
