@@ -107,22 +107,44 @@ async fn read_state(
 }
 
 /// Recovers the sandboxes, binds the sockets and serves. Waits for another node of the same state directory to exit, as
-/// in an upgrade. After an error, no socket stays bound, and the ledger records everything that was begun.
+/// in an upgrade. After an error, or with `None` after a signal, no socket stays bound, the ledger records everything that
+/// was begun, and the claim on the node's capacity is withdrawn.
 pub async fn build(
     config: NodeConfig,
     provider: peerpod_providers::Settings,
     shutdown: &Shutdown,
-) -> Result<BoundNode> {
+) -> Result<Option<BoundNode>> {
     let mut registry = program("peerpod-node", env!("CARGO_PKG_VERSION"));
     let metrics = Metrics::new(&mut registry);
     let ready = Ready::default();
     let starting = ready.block("start");
     let mut tasks = Tasks::new();
     let cluster = open_cluster(&config, &metrics, &ready, &mut tasks).await?;
+    let built = tokio::select! {
+        built = serve(config, provider, shutdown, cluster.clone(), (registry, metrics, ready, starting, tasks)) => {
+            built.map(Some)
+        }
+        // Unfinished work is recorded in the ledger.
+        () = shutdown.wait() => Ok(None),
+    };
+    if let (Err(_) | Ok(None), Some(cluster)) = (&built, cluster) {
+        cluster.unclaim().await;
+    }
+    built
+}
+
+async fn serve(
+    config: NodeConfig,
+    provider: peerpod_providers::Settings,
+    shutdown: &Shutdown,
+    cluster: Option<Cluster>,
+    (mut registry, metrics, ready, starting, mut tasks): (Registry, Metrics, Ready, BlockReady, Tasks),
+) -> Result<BoundNode> {
     // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
     files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
     let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, shutdown).await?;
+    cluster.iter().for_each(Cluster::is_alone);
 
     let (admin, may_have_vms) = ((config.admin_listen, &ready), kept.may_have_vms());
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;

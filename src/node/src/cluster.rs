@@ -109,6 +109,24 @@ impl Cluster {
         });
     }
 
+    /// Notes that no other daemon of this node runs.
+    pub(crate) fn is_alone(&self) {
+        self.capacity.is_alone();
+    }
+
+    /// Undoes the claim of a daemon that will not serve.
+    pub(crate) async fn unclaim(&self) {
+        match timeout(FAREWELL, self.capacity.unclaim()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => warn!(%error, "cannot withdraw the claim on the node's capacity for peer pods"),
+            Err(_) => {
+                warn!(
+                    "cannot withdraw the claim on the node's capacity for peer pods: no answer within {FAREWELL:?}"
+                )
+            }
+        }
+    }
+
     /// Runs the tasks that show that this daemon serves: capacity, condition and heartbeat.
     pub(crate) fn serve(&self, tasks: &mut Tasks) {
         let (capacity, calls, config) = (self.capacity.clone(), self.calls.clone(), self.config.clone());

@@ -38,12 +38,11 @@ fn settings() -> Vec<Setting> {
 
 fn start(config: NodeConfig, provider: Settings, log: &LogConfig) -> anyhow::Result<()> {
     program::run(log, runtime::new, async |shutdown| {
-        // A signal during the start ends it as well: unfinished work is recorded in the ledger.
-        let bound = tokio::select! {
-            bound = app::build(config, provider, &shutdown) => bound?,
-            () = shutdown.wait() => return Ok(()),
-        };
-        bound.run(&shutdown).await
+        match app::build(config, provider, &shutdown).await? {
+            Some(bound) => bound.run(&shutdown).await,
+            // A signal came during the start.
+            None => Ok(()),
+        }
     })
 }
 

@@ -26,13 +26,21 @@ pub(super) struct Calls {
     pub(super) client: Client,
     metrics: Metrics,
     ready: Ready,
-    /// Time since which the API server is unreachable.
-    away: Arc<Mutex<Option<Instant>>>,
+    /// Time since which the API server is unreachable, with the first cause.
+    away: Arc<Mutex<Option<(Instant, String)>>>,
+    /// Last outage, until it is taken.
+    outage: Arc<Mutex<Option<Outage>>>,
+}
+
+/// Outage of the API server that is over.
+pub(super) struct Outage {
+    pub(super) lasted: Duration,
+    pub(super) why: String,
 }
 
 impl Calls {
     pub(super) fn new(client: Client, metrics: Metrics, ready: Ready) -> Calls {
-        Calls { client, metrics, ready, away: Arc::default() }
+        Calls { client, metrics, ready, away: Arc::default(), outage: Arc::default() }
     }
 
     /// Makes one call. `call` is its kind in the metric, `what` its description in errors.
@@ -59,22 +67,31 @@ impl Calls {
     /// Records that the API server did not answer, or not as a working one does.
     pub(super) fn lost(&self, why: &str) {
         let mut away = self.away.lock();
-        let since = *away.get_or_insert_with(|| {
+        let (since, _) = away.get_or_insert_with(|| {
             warn!(error = why, "the API server is away; pods go on, and pending updates follow later");
-            Instant::now()
+            (Instant::now(), why.to_owned())
         });
         // Counted back from now, by the wall clock.
         let since = Timestamp::now().as_second().saturating_sub_unsigned(since.elapsed().as_secs());
         let since = Timestamp::from_second(since).unwrap_or_default();
-        let text = format!("away since {since}; pods go on, and pending updates follow later: {why}");
+        let text = format!(
+            "away since {since}; pods go on, and pending updates follow later; check the node's path to the API server: {why}"
+        );
         self.ready.warn(WARNING, &text);
     }
 
     pub(super) fn met(&self) {
-        if let Some(since) = self.away.lock().take() {
-            info!(away_for = ?since.elapsed(), "the API server is back");
+        if let Some((since, why)) = self.away.lock().take() {
+            let lasted = since.elapsed();
+            info!(away_for = ?lasted, "the API server is back");
             self.ready.settled(WARNING);
+            *self.outage.lock() = Some(Outage { lasted, why });
         }
+    }
+
+    /// Returns the last outage, once.
+    pub(super) fn take_outage(&self) -> Option<Outage> {
+        self.outage.lock().take()
     }
 }
 

@@ -44,6 +44,16 @@ pub(super) struct Capacity {
     pub(super) closed: Arc<Mutex<bool>>,
     /// Whether a Node without the condition was seen, as one that was made anew.
     pub(super) is_new: Arc<AtomicBool>,
+    claim: Arc<Claim>,
+}
+
+/// Claim of a daemon that does not serve yet.
+#[derive(Default)]
+struct Claim {
+    /// Owner before the claim; the outer `None`: nothing was claimed.
+    before: parking_lot::Mutex<Option<Option<String>>>,
+    /// Whether no other daemon of this node runs.
+    is_alone: AtomicBool,
 }
 
 impl Capacity {
@@ -63,8 +73,8 @@ impl Capacity {
         });
         let (node, resource) = (config.node_name.clone(), config.resource.clone());
         let amount = config.capacity;
-        let (closed, is_new) = Default::default();
-        Capacity { calls, nodes, node, resource, amount, owner, offered, closed, is_new }
+        let (closed, is_new, claim) = Default::default();
+        Capacity { calls, nodes, node, resource, amount, owner, offered, closed, is_new, claim }
     }
 
     /// Whether this daemon advertises a capacity.
@@ -95,11 +105,50 @@ impl Capacity {
             return;
         }
         let mut said = false;
-        while let Err(error) = self.own().await {
+        while let Err(error) = self.claim_once().await {
             if !std::mem::replace(&mut said, true) {
                 warn!(%error, "cannot claim the node's capacity for peer pods; trying again");
             }
             sleep(RETRY).await;
+        }
+    }
+
+    async fn claim_once(&self) -> Result<(), Error> {
+        let node = self.node().await?;
+        let owner = node.metadata.annotations.and_then(|mut annotations| annotations.remove(OWNER));
+        // A failed claim may have had its effect: the first owner counts.
+        self.claim.before.lock().get_or_insert(owner);
+        self.own().await
+    }
+
+    /// Notes that no other daemon of this node runs.
+    pub(super) fn is_alone(&self) {
+        self.claim.is_alone.store(true, Ordering::Relaxed);
+    }
+
+    /// Undoes the claim of a daemon that will not serve. A predecessor that runs owns the capacity again; without one, the
+    /// capacity is removed.
+    pub(super) async fn unclaim(&self) -> Result<(), Error> {
+        let before = self.claim.before.lock().clone();
+        let Some(before) = before else { return Ok(()) };
+        let is_alone = self.claim.is_alone.load(Ordering::Relaxed);
+        let predecessor = before.filter(|owner| *owner != self.owner && !is_alone);
+        if predecessor.is_none() {
+            self.give_back().await?;
+        }
+        let path = format!("/metadata/annotations/{}", escaped(OWNER));
+        let step = match predecessor {
+            Some(owner) => json!({"op": "replace", "path": path, "value": owner}),
+            None => json!({"op": "remove", "path": path}),
+        };
+        let steps = vec![json!({"op": "test", "path": path, "value": self.owner}), step];
+        let (params, patch) = (PatchParams::default(), patch(steps)?);
+        let patched = self.nodes.patch(&self.node, &params, &patch);
+        let what = format!("withdraw the claim on the capacity of Node {}", self.node);
+        match self.calls.call("own", what, patched).await {
+            // A newer daemon has claimed it.
+            Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(()),
+            done => done.map(drop),
         }
     }
 

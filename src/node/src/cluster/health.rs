@@ -30,6 +30,8 @@ const RETURN_AFTER: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Interval at which an unchanged condition is written: another client may have replaced the Node.
 const WRITE_EVERY: Duration = Duration::from_secs(300);
+/// Outages of the API server that get an Event last this long at least.
+const WORTH_AN_EVENT: Duration = Duration::from_secs(5);
 
 /// Offer of peer pods, with a delay for each change.
 #[derive(Debug)]
@@ -97,50 +99,94 @@ impl Shown {
     }
 }
 
-/// Follows the readiness, publishes the offer, and writes condition and Events, for ever.
+/// State that the Node must show.
+#[derive(Clone, Debug, Default)]
+struct Wanted {
+    /// `None`: the offer is not known yet.
+    shown: Option<Shown>,
+    /// Latest change of the offer, with its number.
+    change: Option<(u64, Change)>,
+}
+
+/// Change that gets an Event.
+#[derive(Clone, Debug)]
+struct Change {
+    reason: &'static str,
+    is_normal: bool,
+    message: String,
+    at: Timestamp,
+}
+
+impl Change {
+    fn of(shown: &Shown) -> Change {
+        let reason = if shown.ready { "CapacityRestored" } else { "CapacityWithdrawn" };
+        Change { reason, is_normal: shown.ready, message: shown.message.clone(), at: Timestamp::now() }
+    }
+}
+
+/// Follows the readiness, publishes the offer, and writes condition and Events, for ever. A slow API server delays what is
+/// written, and no sample.
 pub(super) async fn run(
     capacity: Capacity,
     ready: Ready,
-    mut offer: Offer,
+    offer: Offer,
     publish: watch::Sender<Option<bool>>,
 ) {
-    let (mut written, mut event) = (None::<(Shown, Instant)>, None);
-    let mut failed = false;
+    let (want, wanted) = watch::channel(Wanted::default());
+    tokio::join!(sample(&ready, offer, &publish, &want), write(&capacity, wanted));
+}
+
+async fn sample(
+    ready: &Ready,
+    mut offer: Offer,
+    publish: &watch::Sender<Option<bool>>,
+    want: &watch::Sender<Wanted>,
+) {
     loop {
         let waiting = ready.waiting();
-        if capacity.is_new.swap(false, Ordering::Relaxed) {
-            written = None;
-        }
         let before = offer.offered;
-        if let Some(offered) = offer.step(waiting.is_empty(), Instant::now()) {
-            publish.send_replace(Some(offered));
+        let changed = offer.step(waiting.is_empty(), Instant::now());
+        if let Some(offered) = offer.offered {
             let shown = Shown::of(offered, &waiting);
-            match (before, offered) {
-                (_, false) => warn!(why = shown.message, "the node offers no peer pods any more"),
-                (_, true) => info!("the node offers peer pods"),
-            }
-            if (before, offered) != (None, true) {
-                event = Some((shown, Timestamp::now()));
-            }
-        }
-        let done = async {
-            if let Some(offered) = offer.offered {
+            want.send_modify(|wanted| {
                 // The text of a withheld offer stays while the node returns.
-                let shown = Shown::of(offered, &waiting);
-                let known = written.as_ref().filter(|(_, at)| at.elapsed() < WRITE_EVERY);
-                let same = known.is_some_and(|(known, _)| *known == shown || shown.reason == "Returning");
-                if !same {
-                    capacity.show(&shown).await?;
-                    written = Some((shown, Instant::now()));
+                if shown.reason != "Returning" {
+                    wanted.shown = Some(shown.clone());
+                }
+                if changed.is_some() && (before, offered) != (None, true) {
+                    let number = wanted.change.as_ref().map_or(0, |(number, _)| number + 1);
+                    wanted.change = Some((number, Change::of(&shown)));
+                }
+            });
+            if changed.is_some() {
+                publish.send_replace(Some(offered));
+                match offered {
+                    false => warn!(why = shown.message, "the node offers no peer pods any more"),
+                    true => info!("the node offers peer pods"),
                 }
             }
-            if let Some((shown, at)) = &event {
-                capacity.tell(shown, *at).await?;
-                event = None;
-            }
-            Ok::<(), Error>(())
-        };
-        let done = done.await;
+        }
+        sleep(LOOK_EVERY).await;
+    }
+}
+
+/// State that the Node shows.
+#[derive(Default)]
+struct Written {
+    shown: Option<(Shown, Instant)>,
+    change: Option<u64>,
+    /// Event about an outage of the API server that is over.
+    outage: Option<Change>,
+}
+
+async fn write(capacity: &Capacity, wanted: watch::Receiver<Wanted>) {
+    let (mut written, mut failed) = (Written::default(), false);
+    loop {
+        if capacity.is_new.swap(false, Ordering::Relaxed) {
+            written.shown = None;
+        }
+        let now = wanted.borrow().clone();
+        let done = write_once(capacity, now, &mut written).await;
         if let Err(error) = &done
             && !failed
         {
@@ -149,6 +195,38 @@ pub(super) async fn run(
         failed = done.is_err();
         sleep(LOOK_EVERY).await;
     }
+}
+
+async fn write_once(capacity: &Capacity, wanted: Wanted, written: &mut Written) -> Result<(), Error> {
+    if let Some(shown) = wanted.shown {
+        let known = written.shown.as_ref().filter(|(_, at)| at.elapsed() < WRITE_EVERY);
+        if known.is_none_or(|(known, _)| *known != shown) {
+            capacity.show(&shown).await?;
+            written.shown = Some((shown, Instant::now()));
+        }
+    }
+    if let Some((number, change)) = &wanted.change
+        && written.change != Some(*number)
+    {
+        capacity.tell(change).await?;
+        written.change = Some(*number);
+    }
+    if let Some(outage) = capacity.calls.take_outage().filter(|outage| outage.lasted >= WORTH_AN_EVENT) {
+        let message = format!(
+            "the API server did not answer peerpod-node for {} s: {}; running pods went on, and delayed Events and PeerPods \
+             follow now; check the node's path to the API server",
+            outage.lasted.as_secs(),
+            outage.why
+        );
+        let message = clipped(&message, MOST_TEXT).to_owned();
+        let at = Timestamp::now();
+        written.outage = Some(Change { reason: "ApiServerAway", is_normal: false, message, at });
+    }
+    if let Some(outage) = &written.outage {
+        capacity.tell(outage).await?;
+        written.outage = None;
+    }
+    Ok(())
 }
 
 impl Capacity {
@@ -178,16 +256,15 @@ impl Capacity {
     }
 
     /// Posts an Event on the Node. The name is the same when the same Event is tried again.
-    async fn tell(&self, shown: &Shown, at: Timestamp) -> Result<(), Error> {
-        let (reason, kind) =
-            if shown.ready { ("CapacityRestored", "Normal") } else { ("CapacityWithdrawn", "Warning") };
+    async fn tell(&self, change: &Change) -> Result<(), Error> {
+        let Change { reason, is_normal, message, at } = change;
         let what = format!("write the Event {reason} of Node {}", self.node);
         let event = serde_json::from_value(json!({
             "metadata": {"name": format!("{}.{:x}", self.node, at.as_millisecond()), "namespace": NAMESPACE},
             // kubelet and kubectl use a Node's name as the UID in its Events.
             "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": self.node, "uid": self.node},
-            "reason": reason, "message": shown.message, "type": kind, "count": 1,
-            "firstTimestamp": at, "lastTimestamp": at,
+            "reason": reason, "message": message, "type": if *is_normal { "Normal" } else { "Warning" },
+            "count": 1, "firstTimestamp": at, "lastTimestamp": at,
             "source": {"component": "peerpod-node", "host": self.node},
             "reportingComponent": "peerpod-node", "reportingInstance": self.node,
         }));
@@ -227,6 +304,41 @@ mod tests {
         let mut never = Offer::new(Duration::from_secs(15));
         assert_eq!(never.step(false, start), None);
         assert_eq!(never.step(false, start + Duration::from_secs(15)), Some(false));
+    }
+
+    /// The API server accepts requests and never answers.
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_api_server_delays_no_withdrawal() {
+        let silent = tower::service_fn(|_: hyper::Request<kube::client::Body>| {
+            std::future::pending::<Result<hyper::Response<kube::client::Body>, std::io::Error>>()
+        });
+        let (ready, metrics) = (Ready::default(), crate::metrics::Metrics::new(&mut Default::default()));
+        let calls =
+            super::super::calls::Calls::new(kube::Client::new(silent, "default"), metrics, ready.clone());
+        let publish = watch::Sender::new(None);
+        let mut offered = publish.subscribe();
+        let config = super::super::ClusterConfig {
+            node_name: "n".to_owned(),
+            pod_uid: None,
+            namespace: "n".to_owned(),
+            resource: "r".to_owned(),
+            capacity: Some(1),
+            withdraw_after: Duration::from_secs(15),
+            kubeconfig: None,
+        };
+        let capacity = Capacity::new(calls, &config, offered.clone());
+        let running = run(capacity, ready.clone(), Offer::new(Duration::from_secs(15)), publish);
+        let test = async {
+            offered.wait_for(|offered| *offered == Some(true)).await.unwrap();
+            ready.not_ready("relay", "away");
+            let began = Instant::now();
+            offered.wait_for(|offered| *offered == Some(false)).await.unwrap();
+            assert!(began.elapsed() <= Duration::from_secs(17), "{:?}", began.elapsed());
+        };
+        tokio::select! {
+            () = running => unreachable!("it runs for ever"),
+            () = test => {}
+        }
     }
 
     #[test]

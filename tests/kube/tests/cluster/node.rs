@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use node_common::{History, LIMIT, NODE, OWN, Rig, Running, age, vm_in, vms};
 use peerpod_client::Annotations;
 use peerpod_kube::crds::{FINALIZER, PeerPod, Phase};
@@ -41,6 +43,7 @@ async fn status_and_events_show_the_real_state() {
     kills_around_the_create_leave_nothing(&mut rig).await;
     an_emptied_ledger_costs_no_pod_its_vm(&mut rig).await;
     a_rolling_update_keeps_the_capacity(&mut rig).await;
+    a_daemon_that_never_serves_keeps_no_claim(&mut rig).await;
     a_node_that_is_to_have_no_peer_pods_loses_the_capacity(&mut rig).await;
 }
 
@@ -466,7 +469,7 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     rig.wait_capacity(Some("50")).await;
     rig.pod("lasting");
     let running = rig.run("lasting").await;
-    let mut second = rig.second_daemon("second-daemon");
+    let mut second = rig.second_daemon("second-daemon", &[]);
     let claimed = async || Ok((rig.owner().await.as_deref() == Some("second-daemon")).then_some(()));
     wait_for("the next daemon to claim the capacity", LIMIT, claimed).await.unwrap();
     rig.daemons.terminate_node().unwrap();
@@ -486,6 +489,32 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     rig.daemons.terminate_node().unwrap();
     assert_eq!(rig.capacity().await, None, "\n{}", rig.daemons.log_tails());
     rig.show(&["get", "node", NODE, "-o", "jsonpath={.status.capacity}"]);
+}
+
+/// Ends the next daemon while it waits for its predecessor, and lets one fail after it took over.
+async fn a_daemon_that_never_serves_keeps_no_claim(rig: &mut Rig) {
+    let owned_by = async |rig: &Rig, owner: Option<&str>| {
+        let what = format!("the owner {owner:?}");
+        let is_owner = async || Ok((rig.owner().await.as_deref() == owner).then_some(()));
+        let waited = wait_for(&what, LIMIT, is_owner).await;
+        waited.unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()));
+    };
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    rig.wait_capacity(Some("50")).await;
+    let mut waiting = rig.second_daemon("second-daemon", &[]);
+    owned_by(rig, Some("second-daemon")).await;
+    kill(Pid::from_raw(waiting.id() as i32), Signal::SIGTERM).unwrap();
+    assert!(waiting.wait().unwrap().success());
+    owned_by(rig, Some("first-daemon")).await;
+    assert_eq!(rig.capacity().await.as_deref(), Some("50"));
+
+    let mut failing = rig.second_daemon("second-daemon", &["--node.admin-listen", "192.0.2.1:1"]);
+    owned_by(rig, Some("second-daemon")).await;
+    rig.daemons.kill_node().unwrap();
+    assert!(!failing.wait().unwrap().success());
+    owned_by(rig, None).await;
+    assert_eq!(rig.capacity().await, None, "\n{}", rig.daemons.log_tails());
 }
 
 /// A killed daemon leaves the capacity. The next daemon, which is set to advertise none, removes it.

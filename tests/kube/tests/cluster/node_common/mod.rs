@@ -135,15 +135,16 @@ impl Rig {
         self.daemons.ready().await.unwrap();
     }
 
-    /// Starts a second node daemon, like a rolling update.
-    pub(crate) fn second_daemon(&self, pod_uid: &str) -> Child {
+    /// Starts a second node daemon, like a rolling update, with more arguments.
+    pub(crate) fn second_daemon(&self, pod_uid: &str, more: &[&str]) -> Child {
         let config = self.daemons.config();
-        let arguments = [
+        let mut arguments = vec![
             OsStr::new("--config"),
             config.as_os_str(),
             OsStr::new("--cluster.pod-uid"),
             OsStr::new(pod_uid),
         ];
+        arguments.extend(more.iter().map(OsStr::new));
         self.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &self.daemons.log("node")).unwrap()
     }
 
@@ -177,10 +178,15 @@ impl Rig {
 
     /// Makes a pod of the class on this node and returns its UID.
     pub(crate) fn pod(&self, name: &str) -> String {
+        self.pod_on(NODE, name)
+    }
+
+    /// Makes a pod of the class on a node and returns its UID.
+    pub(crate) fn pod_on(&self, node: &str, name: &str) -> String {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
             "spec": {
-                "runtimeClassName": "kata-remote", "nodeName": NODE,
+                "runtimeClassName": "kata-remote", "nodeName": node,
                 "containers": [{
                     "name": "main", "image": "registry.example/main",
                     "resources": {"limits": {RESOURCE: "1"}, "requests": {RESOURCE: "1"}},
