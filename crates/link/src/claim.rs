@@ -18,6 +18,9 @@ use crate::record::{self, BadRecord, HEADER_LEN, Hello, RecordHeader, RecordKind
 /// Time limit for a peer's first record.
 pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(15);
 
+/// Text on a VM's console before the reason why it cannot join the node. The node looks for it there.
+pub const CANNOT_JOIN: &str = "cannot join the node: ";
+
 /// First record of a connection.
 #[derive(Clone, Debug, PartialEq)]
 pub enum First {

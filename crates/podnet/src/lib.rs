@@ -79,8 +79,8 @@ pub enum Error {
     },
     /// The reserved device no longer exists.
     #[error(
-        "connect the tunnel in {0}: the reserved device (VNI {1}) is gone; the network namespace was made anew, or the \
-         device was deleted"
+        "connect the tunnel in {0}: the reserved device (VNI {1}) is gone: the network namespace was made anew, or \
+         another program deleted the device or took its VNI; stop that program, and delete the pod to get another VNI"
     )]
     Gone(PathBuf, u32),
     /// The tunnel's UDP port cannot be used. The cause names the conflicting device where it is known.

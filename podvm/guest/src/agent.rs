@@ -10,7 +10,7 @@
 
 use std::io;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -19,6 +19,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use parking_lot::Mutex;
 use peerpod_common::backoff::Backoff;
 use peerpod_proto::agent::SetPolicyRequest;
 use peerpod_proto::agent_ttrpc::AgentServiceClient;
@@ -51,7 +53,10 @@ const POLICY_LIMIT: Duration = Duration::from_secs(30);
 /// Size limit of the record of the policy in bytes.
 const POLICY_RECORD_LEN: u64 = 4096;
 const RECORD_VERSION: u32 = 1;
-const DEAD: &str = "the kata-agent died with running containers; the pod is lost";
+const DEAD: &str = "the kata-agent died with running containers, so the pod is lost";
+/// Remedy of a dead kata-agent.
+const RENEW: &str = "delete the pod, so that it gets a new VM";
+const MORE_MEMORY: &str = "raise the pod's memory limit, or node.guest-memory-mib, and delete the pod";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
@@ -84,6 +89,8 @@ pub(crate) struct Agent {
     policy_record: PathBuf,
     status: Arc<Status>,
     phase: watch::Sender<Phase>,
+    /// How the last process ended, with the remedy.
+    end: Mutex<Option<String>>,
 }
 
 /// Running kata-agent: a child, with a readable exit status, or a process that was found.
@@ -108,6 +115,7 @@ impl Agent {
             policy_record: settings.state_dir.join("policy.json"),
             status,
             phase: watch::Sender::new(Phase::Starting),
+            end: Mutex::default(),
         }
     }
 
@@ -175,10 +183,11 @@ impl Agent {
         loop {
             if exits > 0 && self.containers.load(Relaxed) && found.is_none() {
                 self.is_running(false, exits);
-                self.unusable(DEAD.to_owned());
+                let end = self.end.lock().take().unwrap_or_else(|| RENEW.to_owned());
+                self.unusable(format!("{DEAD}: {end}"));
                 return;
             }
-            let began = Instant::now();
+            let (began, kills) = (Instant::now(), memory_kills());
             let running = match found.take() {
                 Some(running) => Ok(running),
                 None => self.start(),
@@ -193,7 +202,7 @@ impl Agent {
                         return;
                     }
                     exits += 1;
-                    self.report_exit(&mut running, exits);
+                    self.report_exit(&mut running, exits, memory_kills() > kills);
                     self.write_record(None, exits);
                 }
                 Err(error) if self.command.is_empty() => {
@@ -295,6 +304,7 @@ impl Agent {
 
     fn unusable(&self, reason: String) {
         self.fault(&reason);
+        self.status.say("agent", Some(reason.clone()));
         self.phase.send_replace(Phase::Unusable(reason));
     }
 
@@ -375,10 +385,16 @@ impl Agent {
         Ok(Running { process, exit, child: Some(child) })
     }
 
-    fn report_exit(&self, running: &mut Running, exits: u32) {
+    /// Reports the end of the process. `no_memory`: the kernel killed a process for lack of memory meanwhile.
+    fn report_exit(&self, running: &mut Running, exits: u32, no_memory: bool) {
         // Reaps a child; pid 1 reaps any other process.
         let status = running.child.as_mut().and_then(|child| child.wait().ok());
+        let is_killed = status.is_none_or(|status| status.signal() == Some(Signal::SIGKILL as i32));
         let how = status.map_or("ended".to_owned(), |status| status.to_string());
+        *self.end.lock() = Some(match is_killed && no_memory {
+            true => format!("the kernel killed it for lack of memory; {MORE_MEMORY}"),
+            false => format!("it ended ({how}); see the VM's console for its last lines, and {RENEW}"),
+        });
         tracing::error!(pid = running.process.pid, how, exits, "the agent ended");
         self.is_running(false, exits);
         self.status.agent.store(0, Relaxed);
@@ -401,6 +417,13 @@ impl Agent {
             tracing::warn!(path = %self.record.display(), %error, "cannot record the agent");
         }
     }
+}
+
+/// Number of processes that the VM's kernel has killed for lack of memory, also in a cgroup.
+fn memory_kills() -> u64 {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or_default()
 }
 
 /// Returns whether an error concerns this process and not the request: no descriptors, no memory, a full backlog.

@@ -4,20 +4,22 @@
 //! retransmissions loses seconds. So a new attempt starts at every beat, and the old ones may still succeed. The time
 //! lost after the network works is a fraction of one beat.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use peerpod_link::{endpoint, tls};
 use peerpod_podnet::underlay::reaches_far;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+
+use crate::log;
 
 const ATTEMPT: Duration = Duration::from_secs(1);
 /// Delay between the attempts of one beat, so that the first address usually succeeds alone.
@@ -30,6 +32,10 @@ const MOST: usize = 32;
 const HANDSHAKE: Duration = Duration::from_secs(15);
 /// Time limit of a TLS handshake with other addresses left to try: another machine may have this one by now.
 const HANDSHAKE_OF_MANY: Duration = Duration::from_secs(5);
+
+/// Time without a connection after which the console gets the reason, and the interval of its repetition.
+const PATIENCE: Duration = Duration::from_secs(5);
+const AGAIN: Duration = Duration::from_secs(60);
 
 /// Returns the kernel's source address for a target. Sends nothing.
 fn source(target: SocketAddr) -> io::Result<IpAddr> {
@@ -75,16 +81,18 @@ impl Dialler {
 
     /// Connects; never gives up. The connected address comes first the next time.
     pub(crate) async fn connect(&mut self) -> (TcpStream, SocketAddr) {
-        let mut attempts: JoinSet<io::Result<(TcpStream, SocketAddr)>> = JoinSet::new();
+        let mut attempts: JoinSet<Result<(TcpStream, SocketAddr), (SocketAddr, io::Error)>> = JoinSet::new();
+        let mut failures = BTreeMap::new();
+        let mut due = Instant::now() + PATIENCE;
         loop {
+            if Instant::now() >= due {
+                due = Instant::now() + AGAIN;
+                log::cannot_join(&why(&failures));
+            }
             for (n, address) in self.addresses.iter().copied().take(AT_ONCE).enumerate() {
                 attempts.spawn(async move {
                     sleep(STAGGER * n as u32).await;
-                    if is_too_early(source(address)?, address.ip()) {
-                        return Err(io::ErrorKind::AddrNotAvailable.into());
-                    }
-                    let stream = timeout(ATTEMPT, TcpStream::connect(address)).await??;
-                    endpoint::tune(&stream)?;
+                    let stream = attempt(address).await.map_err(|error| (address, error))?;
                     Ok((stream, address))
                 });
             }
@@ -98,9 +106,13 @@ impl Dialler {
                 tokio::select! {
                     biased;
                     Some(done) = attempts.join_next() => {
-                        if let Ok(Ok((stream, address))) = done {
-                            self.first(address);
-                            return (stream, address);
+                        match done {
+                            Ok(Ok((stream, address))) => {
+                                self.first(address);
+                                return (stream, address);
+                            }
+                            Ok(Err((address, error))) => drop(failures.insert(address, error)),
+                            Err(_) => {}
                         }
                     }
                     _ = &mut beat => break,
@@ -126,7 +138,10 @@ impl Dialler {
             // Another machine may have that address by now.
             self.last(address);
         }
-        result.with_context(|| format!("tls handshake with {address}"))
+        result.map_err(|error| {
+            let remedy = remedy(&error);
+            anyhow::Error::from(error).context(format!("tls handshake with {address}{remedy}"))
+        })
     }
 
     fn first(&mut self, address: SocketAddr) {
@@ -142,11 +157,55 @@ impl Dialler {
     }
 }
 
+/// Connects to one address, once.
+async fn attempt(address: SocketAddr) -> io::Result<TcpStream> {
+    if is_too_early(source(address)?, address.ip()) {
+        return Err(io::ErrorKind::AddrNotAvailable.into());
+    }
+    let stream = timeout(ATTEMPT, TcpStream::connect(address)).await??;
+    endpoint::tune(&stream)?;
+    Ok(stream)
+}
+
+/// Returns the last failure of each address, with its remedy.
+fn why(failures: &BTreeMap<SocketAddr, io::Error>) -> String {
+    let one = |(address, error): (&SocketAddr, &io::Error)| match error.kind() {
+        io::ErrorKind::ConnectionRefused => format!(
+            "{address} refuses the connection: start peerpod-relay there, or let the firewalls of node and network \
+             pass this TCP port"
+        ),
+        io::ErrorKind::TimedOut => format!(
+            "{address} does not answer: let the security group and all firewalls between VM and node pass this TCP \
+             port, or correct node.relay-addresses"
+        ),
+        _ => format!("{address}: {error}; correct the VM's routes, or node.relay-addresses"),
+    };
+    match failures.is_empty() {
+        true => "no address of the node was tried yet".to_owned(),
+        false => failures.iter().take(AT_ONCE).map(one).collect::<Vec<_>>().join("; "),
+    }
+}
+
+/// Returns the remedy of a failed handshake, to append to its attempt; empty if there is none.
+fn remedy(error: &io::Error) -> &'static str {
+    use rustls::CertificateError as E;
+    let tls = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match tls {
+        Some(rustls::Error::InvalidCertificate(
+            E::Expired | E::ExpiredContext { .. } | E::NotValidYet | E::NotValidYetContext { .. },
+        )) => " (the clocks of VM and node differ: set the VM's clock by NTP or by its hypervisor)",
+        Some(rustls::Error::InvalidCertificate(_)) => {
+            " (its certificate is not of the CA that this VM was given: see that node.relay-addresses lead to this \
+             VM's node, and restore the node's trust/ca.json if it was replaced)"
+        }
+        _ => "",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicUsize;
     use std::sync::atomic::Ordering::SeqCst;
-    use std::time::Instant;
 
     use tokio::net::{TcpListener, TcpSocket};
 

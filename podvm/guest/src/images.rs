@@ -171,6 +171,11 @@ impl Images {
                 }
                 Err(error) => tracing::error!(image, %error, early, "cannot pull"),
             }
+            // A later pull that works is the cure.
+            images
+                .0
+                .status
+                .note("image", result.as_ref().err().map(|error| format!("image {image}: {error}")));
             images.0.status.pulled(image, result.is_ok());
             images.0.running.lock().remove(&key);
             tell.send_modify(|pull| pull.result = Some(result));

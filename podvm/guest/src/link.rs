@@ -18,7 +18,7 @@ use peerpod_link::user_data::UserData;
 use peerpod_proto::guest::Claim;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::client::TlsStream;
 
 use crate::agent::Agent;
@@ -28,7 +28,7 @@ use crate::guest_listener::Waiter;
 use crate::identity::Identity;
 use crate::intercept::{Intercept, Notice};
 use crate::localhost::Localhost;
-use crate::log::Ring;
+use crate::log::{self, Ring};
 use crate::power::Lease;
 use crate::status::{Stage, Status};
 use crate::underlay;
@@ -42,6 +42,8 @@ const LONGEST_REFUSED: Duration = Duration::from_secs(5);
 /// Number of connections in a row without a link, after which the guest claims again. The node may not know the
 /// certificate any more, and the ticket gives it to the same key again.
 const CLAIM_AGAIN: u32 = 20;
+/// Interval between log lines of the same reason.
+const AGAIN: Duration = Duration::from_secs(60);
 /// Limit of queued control messages. The node sends one at a time.
 const CONTROL_QUEUE: usize = 64;
 
@@ -221,7 +223,7 @@ impl LinkSupervisor {
                             self.happened(event, course);
                         }
                     }
-                    Err(error) => course.said.once("cannot reach the node", format!("{error:#}")),
+                    Err(error) => course.said.cannot_join(format!("{error:#}")),
                 }
             }
         }
@@ -243,7 +245,9 @@ impl LinkSupervisor {
             }
             LinkEvent::Down { reason, .. } => {
                 self.lease.linked(false);
-                course.said.once("the link is down", reason);
+                if course.said.is_new(&reason) {
+                    tracing::warn!(reason, "the link is down");
+                }
             }
             LinkEvent::SessionLost => {
                 tracing::warn!("the node's relay was replaced: open connections to the agent end");
@@ -261,8 +265,8 @@ impl LinkSupervisor {
         // The node dials at its own pace; the certificate may be good again before it does.
         match timeout(CLAIM, self.claim_once(connector)).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => course.said.once("claim failed", error.to_string()),
-            Err(_) => course.said.once("claim failed", late().to_string()),
+            Ok(Err(error)) => course.said.cannot_join(error.to_string()),
+            Err(_) => course.said.cannot_join(late().to_string()),
         }
     }
 
@@ -270,7 +274,7 @@ impl LinkSupervisor {
     async fn claim(&self, connector: &mut Connector, said: &mut Said) {
         let mut refusals = Backoff::new(REFUSED, LONGEST_REFUSED);
         while let Err(error) = self.claim_once(connector).await {
-            said.once("claim failed", error.to_string());
+            said.cannot_join(error.to_string());
             self.status.error(&error.to_string());
             sleep(match error {
                 ClaimError::Refused { .. } => refusals.pause(),
@@ -331,15 +335,25 @@ fn late() -> anyhow::Error {
     anyhow!("the node did not answer the claim within {CLAIM:?}")
 }
 
-/// Logs a reason only when it is a new one: a node that is away for an hour is one line and not twenty thousand.
+/// Last logged reason. A new one is logged at once, the same one again after [`AGAIN`]: a node that is away for an hour
+/// is sixty lines and not twenty thousand, and the end of the console has one.
 #[derive(Default)]
-struct Said(String);
+struct Said(Option<(String, Instant)>);
 
 impl Said {
-    fn once(&mut self, what: &'static str, reason: String) {
-        if self.0 != reason {
-            tracing::warn!(reason, "{what}");
-            self.0 = reason;
+    /// Returns whether the reason must be logged now.
+    fn is_new(&mut self, reason: &str) -> bool {
+        let known = self.0.as_ref();
+        let is_new = known.is_none_or(|(last, at)| last != reason || at.elapsed() >= AGAIN);
+        if is_new {
+            self.0 = Some((reason.to_owned(), Instant::now()));
+        }
+        is_new
+    }
+
+    fn cannot_join(&mut self, reason: String) {
+        if self.is_new(&reason) {
+            log::cannot_join(&reason);
         }
     }
 }

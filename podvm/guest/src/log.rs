@@ -12,6 +12,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use peerpod_link::claim::CANNOT_JOIN;
 use peerpod_link::record::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
 use tracing::field::Field;
 use tracing::{Event, Metadata, Subscriber};
@@ -97,6 +98,11 @@ impl Ring {
         }
         Poll::Ready(line)
     }
+}
+
+/// Writes the reason why the VM cannot join the node. The node finds it on the console of a VM that does not join.
+pub(crate) fn cannot_join(why: &str) {
+    tracing::error!("{CANNOT_JOIN}{why}");
 }
 
 /// Starts to log to the console, and into the ring if there is one.

@@ -34,6 +34,7 @@ use rtnetlink::LinkUnspec;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
+use crate::log;
 use crate::status::{self, Stage, Status};
 
 mod line;
@@ -122,7 +123,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
         match blocking(inspect).await {
             Ok(nics) => {
                 if let Some(why) = silence.inspect(&nics, Instant::now()) {
-                    tracing::error!("{why}");
+                    log::cannot_join(&why);
                 }
                 manager.follow(&nics, &mut line).await;
             }

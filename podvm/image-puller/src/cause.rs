@@ -6,6 +6,7 @@ use std::path::Path;
 
 use oci_client::errors::{OciDistributionError, OciErrorCode};
 pub(crate) use peerpod_image_job::{Cause, Error, quote};
+use rustls::CertificateError;
 
 /// Classifies an error of the VM's disk.
 pub(crate) fn disk(what: &str, path: &Path) -> impl Fn(io::Error) -> Error {
@@ -31,6 +32,8 @@ const CHECK_NAME: &str = "check the image's name and tag";
 const CHECK_SECRET: &str = "check that the image exists and that its pull secret reaches this VM and is \
                             valid";
 const CHECK_ROUTE: &str = "check the registry's name and port, and that the VM's own network reaches it";
+const CHECK_DATES: &str =
+    "renew the registry's certificate, or set the VM's clock by NTP or by its hypervisor";
 const CHECK_CA: &str = "trust its CA (node.registry-ca, or the VM image's CA certificates)";
 
 /// Returns kind, text and remedy.
@@ -92,6 +95,12 @@ fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String,
         if let Some(tls) = at.downcast_ref::<rustls::Error>() {
             let text = format!("the TLS handshake failed: {tls}");
             return match tls {
+                rustls::Error::InvalidCertificate(
+                    CertificateError::Expired
+                    | CertificateError::ExpiredContext { .. }
+                    | CertificateError::NotValidYet
+                    | CertificateError::NotValidYetContext { .. },
+                ) => (Cause::Untrusted, text, CHECK_DATES),
                 rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented => {
                     (Cause::Untrusted, text, CHECK_CA)
                 }

@@ -198,7 +198,7 @@ impl Connection {
             let text = format!("connect to {who}: {why}; look at the certificates on both sides");
             return Error::Auth { text };
         }
-        Error::transient(format!("connection to {who}: {why}"))
+        Error::transient(format!("connection to {who}: {why}; see its log, and start it again"))
     }
 
     async fn greet(&self, stub: &ProviderClient, deadline: Instant) -> Result<(), Error> {
@@ -298,7 +298,7 @@ where
         }
         if Instant::now() + DIAL_EVERY > deadline {
             return Err(Error::transient(format!(
-                "connect to the provider at {whom}: {last}; is it running?"
+                "connect to the provider at {whom}: {last}; start it, or correct its address in provider.external"
             )));
         }
         sleep(DIAL_EVERY).await;

@@ -191,6 +191,9 @@ impl Description {
         line("sandbox", &vm.sandbox);
         line("phase", &vm.phase);
         line(if vm.failed { "failed" } else { "ended" }, vm.cause.as_deref().unwrap_or_default());
+        for fault in &vm.faults {
+            line("fault", fault);
+        }
         line("node", &vm.node);
         line("vm", vm.vm.as_deref().unwrap_or("none yet"));
         line("created", &vm.created.map(|at| format!("{at} ({} ago)", since(at))).unwrap_or_default());

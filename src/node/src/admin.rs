@@ -149,7 +149,8 @@ impl Questions {
                 Phase::Gone => Guest::default(),
                 _ => ports.relay.guest(&id).borrow().clone(),
             };
-            return json(Detail::of(&record, &guest));
+            let faults = self.0.sandboxes.view(&id).map(|view| view.borrow().faults.clone());
+            return json(Detail::of(&record, &guest, &faults.unwrap_or_default()));
         }
         let Some(vm) = record.phase.vm() else {
             return Answer::NotFound(format!("sandbox {id} has no VM; its phase is {}", record.phase.name()));

@@ -33,7 +33,8 @@ use crate::ledger::{Inbox, Ledger, Loaded};
 use crate::localhost::Localhost;
 use crate::metrics::Metrics;
 use crate::ports::{
-    self, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings,
+    self, CONNECTION, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud,
+    Surroundings,
 };
 use crate::relay_client::{RelayClient, RelayIdentity};
 use crate::rotate::{self, SharedTrust};
@@ -149,7 +150,7 @@ async fn serve(
     let (admin, may_have_vms) = ((config.admin_listen, &ready), kept.may_have_vms());
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;
     let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
-    let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
+    let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), (&metrics, &ready)).await?;
     parts.start(&mut tasks, &ready).await;
     let settings = parts.sandbox_settings(&config, open_tracer(&config, &metrics, &mut tasks));
     let sandboxes = Sandboxes::new(parts.ports.clone(), settings, metrics.clone());
@@ -291,7 +292,7 @@ impl Parts {
         ledger: Ledger,
         kept: &Kept,
         cluster: Option<&Cluster>,
-        metrics: &Metrics,
+        (metrics, ready): (&Metrics, &Ready),
     ) -> Result<Parts> {
         let (folder, guests) = (config.state_dir.join("trust"), kept.may_have_vms());
         let trust = SharedTrust::new(Trust::open(&folder, SystemTime::now(), Validity::default(), guests)?);
@@ -317,7 +318,7 @@ impl Parts {
         let ports = Ports {
             clock: Arc::new(clock),
             store: Arc::new(ledger),
-            cloud: Arc::new(ProviderCloud::new(provider.clone())),
+            cloud: Arc::new(ProviderCloud::new(provider.clone(), ready.clone())),
             storage: Arc::new(PodStorage { volumes, provider: provider.clone() }),
             network: Arc::new(NodeNetwork {
                 tunnel: tunnel.clone(),
@@ -464,12 +465,11 @@ async fn report_relay<T>(mut connection: watch::Receiver<Option<T>>, ready: Read
 
 /// Marks the node as not ready while the provider cannot work: no pod could start.
 async fn report_provider(health: Option<BoxStream<'static, Option<String>>>, ready: Ready) {
-    const NAME: &str = "provider-connection";
     let mut health = health.unwrap_or_else(|| stream::pending().boxed());
     while let Some(away) = health.next().await {
         match away {
-            Some(why) => ready.not_ready(NAME, &format!("{why}: no pod can start; running pods go on")),
-            None => ready.ready(NAME),
+            Some(why) => ready.not_ready(CONNECTION, &format!("{why}: no pod can start; running pods go on")),
+            None => ready.ready(CONNECTION),
         }
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use parking_lot::Mutex;
+use peerpod_base::admin::Ready;
 use peerpod_common::blocking::blocking;
 use peerpod_link::user_data::{UserData, UserDataNode, UserDataTicket, VERSION};
 use peerpod_podnet::inspect::unlisted;
@@ -65,11 +66,15 @@ pub(crate) struct ProviderCloud {
     provider: Arc<dyn Provider>,
     /// Choices that no sandbox has taken yet. A crash loses them: they are for people and metrics only.
     chosen: Mutex<HashMap<InstanceId, Chosen>>,
+    ready: Ready,
 }
 
+/// Name of the connection to the provider in the readiness.
+pub(crate) const CONNECTION: &str = "provider-connection";
+
 impl ProviderCloud {
-    pub(crate) fn new(provider: Arc<dyn Provider>) -> ProviderCloud {
-        ProviderCloud { provider, chosen: Mutex::default() }
+    pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready) -> ProviderCloud {
+        ProviderCloud { provider, chosen: Mutex::default(), ready }
     }
 
     fn keep(&self, created: Created) -> InstanceId {
@@ -152,7 +157,11 @@ impl NetworkRecord {
         let again = tunnel.reserve(netns, id, seen, v6, Some(reserved))?;
         if !again.is_same(reserved) {
             let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
-            let text = format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
+            let text = format!(
+                "another program deleted the pod's tunnel and took its VNI ({}); stop that program, and delete the pod to get \
+                 another VNI",
+                vnis.join(", ")
+            );
             return Err(NetworkError::permanent(text));
         }
         Ok(tunnel.connect(netns, id, &again, seen, vm)?)
@@ -297,6 +306,10 @@ impl Store for Ledger {
 
 #[async_trait]
 impl Cloud for ProviderCloud {
+    fn obstacle(&self) -> Option<String> {
+        self.ready.waiting().remove(CONNECTION)
+    }
+
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
     }

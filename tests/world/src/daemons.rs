@@ -227,10 +227,24 @@ impl Daemons {
 
     /// Restarts the local provider with one setting (`provider.local.<key>`) changed. Its VMs keep running.
     pub fn set_of_cloud(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
+        self.kill_cloud()?;
+        if let Some(cloud) = &mut self.cloud {
+            cloud.settings.insert(key.to_owned(), value.into());
+        }
+        self.start_cloud()
+    }
+
+    /// Kills the local provider. Its VMs keep running.
+    pub fn kill_cloud(&mut self) -> anyhow::Result<()> {
         let cloud = self.cloud.as_mut().context("the local provider is no process of its own")?;
         cloud.process.kill()?;
         cloud.process.wait()?;
-        cloud.settings.insert(key.to_owned(), value.into());
+        Ok(())
+    }
+
+    /// Starts the local provider after [`Daemons::kill_cloud`].
+    pub fn start_cloud(&mut self) -> anyhow::Result<()> {
+        let cloud = self.cloud.as_mut().context("the local provider is no process of its own")?;
         cloud.process = Cloud::spawn(&self.world, &cloud.settings)?;
         Ok(())
     }

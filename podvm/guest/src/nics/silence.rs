@@ -36,12 +36,12 @@ impl Silence {
 
 fn words(nics: &[Nic]) -> String {
     if nics.is_empty() {
-        return "the VM has no NIC that this kernel has a driver for, so the VM cannot reach the node: give \
-                it one, or build the image with its driver"
+        return "the VM has no NIC that this kernel has a driver for: give it one, or build the image with \
+                its driver"
             .to_owned();
     }
     let all: Vec<String> = nics.iter().map(one).collect();
-    format!("no NIC has an address, so the VM cannot reach the node: {}", all.join("; "))
+    format!("no NIC has an address: {}", all.join("; "))
 }
 
 fn one(nic: &Nic) -> String {

@@ -279,7 +279,7 @@ fn silent() {
     let said = said();
     for words in [
         "ERROR",
-        "the VM cannot reach the node",
+        "cannot join the node: no NIC has an address",
         &format!("eth0 ({mac})"),
         "UDP ports 67 and 68",
         "ip=ADDRESS::GATEWAY:NETMASK::eth0",

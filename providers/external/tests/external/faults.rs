@@ -130,7 +130,7 @@ async fn a_failed_start_of_a_plugin_names_the_cause() {
     fs::remove_file(folder.socket()).unwrap();
     nobody.handshake_timeout = Duration::from_millis(200);
     let error = refused(nobody).await.to_string();
-    assert!(error.contains("No such file") && error.contains("is it running?"), "{error}");
+    assert!(error.contains("No such file") && error.contains("start it, or correct its address"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

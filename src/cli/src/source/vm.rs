@@ -31,6 +31,8 @@ pub(crate) struct Vm {
     pub(crate) failed: bool,
     /// Reason of the stop or failure.
     pub(crate) cause: Option<String>,
+    /// Present faults of the VM, and of its node, that have not failed the sandbox; a cluster has them as Events.
+    pub(crate) faults: Vec<String>,
     /// Further facts, by name: `type`, `zone`, `market`, `image`, `addresses` and others, as far as they are known.
     pub(crate) facts: BTreeMap<&'static str, String>,
     /// The stages that it reached, in order.
@@ -79,7 +81,10 @@ impl Vm {
             ("guest", Some(guest)),
             ("gone", detail.gone_ms.and_then(time).map(|at| at.to_string())),
         ];
-        Vm { facts: known(facts), stages, ..Vm::of_node(sandbox, &node.node) }
+        let of_node = node.waiting.iter().chain(&node.warnings);
+        let of_node = of_node.map(|(name, why)| format!("node, {name}: {why}"));
+        let faults = detail.faults.into_iter().chain(of_node).collect();
+        Vm { facts: known(facts), stages, faults, ..Vm::of_node(sandbox, &node.node) }
     }
 
     fn of_peerpod(object: &DynamicObject) -> Vm {
@@ -112,6 +117,7 @@ impl Vm {
             created: object.creation_timestamp().map(|at| at.0),
             failed: failure.is_some(),
             cause: failure.and_then(|one| text(one, "/message")),
+            faults: Vec::new(),
             facts: known(facts),
             stages,
             peerpod: Some(object.name_any()),

@@ -124,12 +124,15 @@ pub struct Detail {
     pub guest_address: Option<IpAddr>,
     /// The stages that it reached, in order.
     pub stages: Vec<Stage>,
+    /// Present faults that have not failed the sandbox, with their remedies.
+    #[serde(default)]
+    pub faults: Vec<String>,
     /// When it became a tombstone, ms since 1970.
     pub gone_ms: Option<u64>,
 }
 
 impl Detail {
-    pub(crate) fn of(record: &Record, guest: &Guest) -> Detail {
+    pub(crate) fn of(record: &Record, guest: &Guest, faults: &[String]) -> Detail {
         let request = record.wanted.request.as_ref();
         let stages = record.stages.iter();
         let volumes = record.volumes.iter().flat_map(|volumes| &volumes.volumes);
@@ -145,6 +148,7 @@ impl Detail {
             guest_connected: guest.connected,
             guest_address: guest.address,
             stages: stages.map(|stage| Stage { name: stage.name.clone(), at_ms: stage.at_ms }).collect(),
+            faults: faults.to_vec(),
             gone_ms: record.end.gone_ms,
         }
     }

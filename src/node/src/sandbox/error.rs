@@ -69,7 +69,9 @@ pub(crate) enum ClaimRefused {
     OtherKey,
     #[error("the ticket does not belong to the sandbox of the dialled VM")]
     OtherVm,
-    #[error("the ticket has expired")]
+    #[error(
+        "the ticket has expired, because the VM took too long to join; see why it boots slowly, and delete the pod"
+    )]
     Expired,
     /// The CSR is malformed, or not signed by its own key.
     #[error("the certificate request cannot be used")]

@@ -160,6 +160,9 @@ pub(crate) trait Store: Send + Sync + 'static {
 /// Port to the provider.
 #[async_trait]
 pub(crate) trait Cloud: Send + Sync + 'static {
+    /// Returns the reason why no call can succeed now, if that is known.
+    fn obstacle(&self) -> Option<String>;
+
     /// Lets the provider choose the placement of the next attempt; `None` if it has no choice. Makes nothing.
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError>;
 

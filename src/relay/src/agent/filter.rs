@@ -61,9 +61,20 @@ pub struct Shared {
     /// `namespace/name`.
     pod: RwLock<String>,
     volumes: RwLock<Arc<[Volume]>>,
+    /// Reason of the guest why the agent does not answer; empty: it runs.
+    no_agent: RwLock<String>,
 }
 
+/// Maximum number of characters of the guest's reason in an error.
+const MOST_REASON: usize = 400;
+
 impl Shared {
+    /// Keeps the guest's reason why the agent does not answer; empty: it runs.
+    pub(crate) fn without_agent(&self, why: &str) {
+        let why = why.chars().take(MOST_REASON).map(|c| if c.is_control() { ' ' } else { c }).collect();
+        *self.no_agent.write() = why;
+    }
+
     /// Sets the pod and its volumes, for all requests that begin from now on.
     pub(crate) fn set(&self, pod: &str, volumes: &[Volume]) {
         pod.clone_into(&mut self.pod.write());
@@ -523,7 +534,11 @@ impl Filter for AgentFilter {
         let kept = |stream, request: &[u8]| {
             Some(stream) == unsent || (restarts && !request.is_empty()) || is_oom_event(request)
         };
-        let stays = self.answer_pending(kept, "the program in the pod VM that had this call is gone", local);
+        let why = match self.shared.no_agent.read().as_str() {
+            "" => "the program in the pod VM that had this call is gone".to_owned(),
+            why => why.to_owned(),
+        };
+        let stays = self.answer_pending(kept, &why, local);
         if let Some(peer) = again.filter(|_| stays) {
             peer.extend_from_slice(&self.repeatable());
         }

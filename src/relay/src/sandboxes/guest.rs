@@ -223,6 +223,9 @@ impl Guest {
     }
 
     fn keep_status(&self, reply: &Reply) {
+        if let Some(status) = reply.status.as_ref() {
+            self.traffic.without_agent(if status.agent_running { "" } else { &status.error });
+        }
         if let Some(status) = reply.status.as_ref()
             && status.compute_size() <= STATUS_BYTES as u64
             && let Ok(status) = status.write_to_bytes()

@@ -50,6 +50,8 @@ pub(crate) struct Claims {
     lines: RateLimit,
     /// Changes of the bound tunnel key or address, each of which is recorded.
     changes: RateLimit,
+    /// Reason of the last refusal.
+    pub(crate) refused: Option<ClaimRefused>,
 }
 
 /// Version of the relay's state with the certificate, the grant, and the channel for the answer.
@@ -65,6 +67,7 @@ impl Claims {
             waiting: Vec::new(),
             lines: RateLimit::new(10.0, 1.0 / 60.0, now),
             changes: RateLimit::new(10.0, 1.0, now),
+            refused: None,
         }
     }
 
@@ -100,6 +103,7 @@ impl Task {
             }
             Err(error) => {
                 if let Error::Claim(refused) = &error {
+                    self.guest.claims.refused = Some(*refused);
                     if logged {
                         warn!(
                             peer = claim.peer,

@@ -1,6 +1,6 @@
 //! Reads the guest's status while its pod runs: the path MTU to the node, deviations of the pod's network from the plan,
-//! and the cloud's notice that it takes the VM back. The status only feeds logs, metrics and an Event; no decision depends
-//! on it. The number of log lines is bounded, so that a guest with ever-changing reports does not fill the log.
+//! the guest's notes, and the cloud's notice that it takes the VM back. The status only feeds logs, metrics, Events and
+//! `describe`; no decision depends on it. The number of log lines is bounded, so that a guest with ever-changing reports does not fill the log.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, UNIX_EPOCH};
@@ -22,6 +22,10 @@ const MOST_PULLS: u64 = 100;
 /// Maximum number of Events with the progress of pulls, in one life of the sandbox's task.
 const MOST_PULL_EVENTS: u32 = 64;
 
+/// Remedy of a narrow path.
+const WIDEN: &str = "let the network between VM and node pass packets of the VM's MTU, or lower the MTU of the pods' \
+                     network";
+
 /// Last report of a guest, and the number of log lines so far.
 #[derive(Default)]
 pub(crate) struct Reports {
@@ -37,6 +41,14 @@ pub(crate) struct Reports {
     pull_events: u32,
     /// Whether the guest reported that the cloud takes the VM back. Only its first report counts.
     reclaimed: bool,
+}
+
+impl Reports {
+    /// Returns the present faults of the last status, as text.
+    pub(crate) fn faults(&self) -> impl Iterator<Item = &str> {
+        let path = self.path.as_ref().filter(|path| path.kind == "narrow").map(|path| path.sentence.as_str());
+        self.notes.iter().map(String::as_str).chain(path)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,10 +88,12 @@ impl Task {
             for note in notes.iter().filter(|note| !self.guest.reports.notes.contains(note)) {
                 if may_log(&mut self.guest.reports.logged) {
                     warn!(note, "note of the guest");
+                    self.tell("GuestNote", format!("the guest of the pod's VM reports: {note}"));
                 }
             }
             self.guest.reports.notes = notes;
         }
+        self.publish();
     }
 
     /// Posts the progress of pulls that take long. The guest reports it ever more rarely.
@@ -110,7 +124,10 @@ impl Task {
         }
         if may_log(&mut self.guest.reports.logged) {
             match *kind {
-                "narrow" => warn!(path = sentence, "packets of the pod are smaller than planned"),
+                "narrow" => {
+                    warn!(path = sentence, "packets of the pod are smaller than planned");
+                    self.tell("NarrowPath", sentence.clone());
+                }
                 "untried" => warn!(path = sentence, "the guest could not probe the path to the node"),
                 _ => info!(path = sentence, "the guest probed the path to the node"),
             }
@@ -152,8 +169,9 @@ fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
     let narrow = status.pod_mtu > 0 && status.pod_mtu < planned;
     if narrow {
         let mtu = status.pod_mtu;
-        sentence +=
-            &format!("; with {overhead} for the tunnel the pod has an MTU of {mtu} instead of {planned}");
+        sentence += &format!(
+            "; with {overhead} for the tunnel the pod has an MTU of {mtu} instead of {planned}: {WIDEN}"
+        );
     }
     if !path.why.is_empty() {
         sentence += &format!("; {}", clip(&path.why));

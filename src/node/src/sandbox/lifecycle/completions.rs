@@ -26,6 +26,8 @@ const CONSOLE: Duration = Duration::from_secs(10);
 /// DHCP wait of a VM above which the node logs a warning. A DHCP server without a delay answers in a few ms.
 const SLOW_DHCP: Duration = Duration::from_secs(1);
 const TELL_AFTER: u32 = 5;
+/// Remedy of a VM and a node that do not reach each other.
+const OPEN: &str = "see the VM's console, and open the port in its security group and in the firewalls";
 
 impl Task {
     pub(crate) async fn on_completion(&mut self, which: Which, completion: Completion) {
@@ -583,23 +585,36 @@ impl Task {
         };
         let last = self.start.trouble.iter().find(|(other, _)| *other == which);
         let last = last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default();
-        (stage, text + &last)
+        let obstacle =
+            Some(which).filter(|which| *which == Which::Cloud).and_then(|_| self.ports.cloud.obstacle());
+        let obstacle = obstacle.map(|why| format!("; {why}")).unwrap_or_default();
+        (stage, text + &last + &obstacle)
     }
 
     fn why_not_joined(&self, name: &str, limit: Duration) -> String {
         if self.settings.dial.is_some() {
             return format!(
                 "this node did not reach {name} within {limit:?}, so it did not join: it did not boot, its image has \
-                 no peerpod-guest that listens, or a firewall between them is closed (TCP to {})",
+                 no peerpod-guest that listens, or a firewall between them is closed (TCP to {}); {OPEN}",
                 self.dial().join(", ")
             );
         }
         format!(
             "{name} did not dial this node within {limit:?}, so it did not join: it did not boot, its image has no \
-             peerpod-guest, or a firewall between them is closed (TCP to {}){}",
+             peerpod-guest, or a firewall between them is closed (TCP to {}); {OPEN}{}{}",
             self.settings.guest_addresses,
+            self.refusal(),
             self.stranger()
         )
+    }
+
+    /// Returns the reason of the last refused claim; empty if none was refused.
+    fn refusal(&self) -> String {
+        self.guest
+            .claims
+            .refused
+            .map(|why| format!("; the node refused its claim: {why}"))
+            .unwrap_or_default()
     }
 
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.

@@ -67,7 +67,10 @@ impl Stop {
             Stop::Called => "StopVM was called",
             Stop::Inbox => "StopVM was called while the node was away",
             Stop::NeverStarted => "StartVM was never called",
-            Stop::NetnsGone => "its network namespace is gone",
+            Stop::NetnsGone => {
+                "its network namespace is gone: the container runtime, the CNI plugin or another program deleted it; \
+                 see their logs, and delete the pod to get a new one"
+            }
             Stop::ShimGone => "its shim is gone",
         }
     }
@@ -131,6 +134,8 @@ pub(crate) struct Start {
     /// Time of the next report on a slow start, and the duration of the start by then.
     pub(crate) slow: Option<(Instant, Duration)>,
     pub(crate) deadline: Option<Instant>,
+    /// The missing step and its usual cause, as last reported.
+    pub(crate) hangs: Option<String>,
     /// Last error of each kind of operation; reported when a deadline passes.
     pub(crate) trouble: Vec<(Which, String)>,
 }
@@ -321,6 +326,9 @@ impl Task {
         if was_live {
             info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
             self.metrics.sandboxes.stops.count(stop.reason());
+            if stop == Stop::NetnsGone {
+                self.tell("NetworkLost", format!("the pod's VM is deleted: {}", stop.sentence()));
+            }
         }
         Ok(())
     }
@@ -380,7 +388,10 @@ impl Task {
             return Ok(false);
         }
         let how = if why.is_some() { "has ended" } else { "is gone" };
-        let why = why.as_deref().unwrap_or("the provider no longer has it, and its guest does not answer");
+        let why = why.as_deref().unwrap_or(
+            "the provider no longer has it, and its guest does not answer; find out at the provider who deleted it, \
+             or whether its host failed",
+        );
         let cause = self.cause_of_end(vm, why, format!("its VM {vm} {how}: {why}")).await;
         // Recorded with the failure: no guest is left that could write anything back.
         self.record.end.flush_over = true;
@@ -426,6 +437,8 @@ impl Task {
         let Some((at, waited)) = self.start.slow.take() else { return };
         let (stage, text) = self.where_it_hangs(waited);
         warn!(stage, waited = ?waited, "not running yet: {text}");
+        self.start.hangs = Some(text.clone());
+        self.publish();
         self.tell("SlowStart", format!("{text} ({stage}); still waiting"));
         self.start.slow = Some((at + waited, waited * 2));
     }
@@ -529,7 +542,12 @@ impl Task {
     pub(crate) fn publish(&self) {
         let network_gone =
             self.end.leaving.as_ref().is_some_and(|left| !left.network) || self.record.phase == Phase::Gone;
-        let new = View::of(&self.record, network_gone);
+        let faults = match &self.record.phase {
+            Phase::Booting { .. } | Phase::Joining { .. } => self.start.hangs.iter().cloned().collect(),
+            Phase::Running { .. } => self.guest.reports.faults().map(str::to_owned).collect(),
+            _ => Arc::default(),
+        };
+        let new = View { faults, ..View::of(&self.record, network_gone) };
         self.view.send_if_modified(|view| std::mem::replace(view, new) != *view);
     }
 

@@ -22,6 +22,8 @@ pub(crate) struct View {
     pub created_ms: u64,
     pub cause: Option<Arc<str>>,
     pub failed: bool,
+    /// Present faults that have not failed the sandbox, as text. They are in memory only.
+    pub faults: Arc<[String]>,
     pub trust: Option<Arc<str>>,
     /// Whether nothing of the sandbox is left in the pod's network namespace.
     pub network_gone: bool,
@@ -40,6 +42,7 @@ impl View {
             created_ms: record.created_ms,
             cause: record.end.cause.as_deref().map(Arc::from),
             failed: record.end.failed,
+            faults: Arc::default(),
             trust: record.enrolment.trust.as_deref().map(Arc::from),
             network_gone,
             rejected: None,

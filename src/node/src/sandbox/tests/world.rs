@@ -672,6 +672,10 @@ impl Store for Fake {
 
 #[async_trait]
 impl Cloud for Fake {
+    fn obstacle(&self) -> Option<String> {
+        None
+    }
+
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         assert_eq!(request.placement, None, "an attempt has its place already");
         self.fuse.boundary().await;

@@ -4,12 +4,15 @@
 use std::fmt;
 
 use peerpod_base::redact::line as clean;
+use peerpod_link::claim::CANNOT_JOIN;
 
 const LINES: usize = 5;
 /// Maximum number of characters of these lines together.
 const MOST: usize = 600;
 /// Maximum number of characters of the kernel's reason.
 const MOST_REASON: usize = 200;
+/// Maximum number of characters of the guest's reason.
+const MOST_COMPLAINT: usize = 400;
 /// Kernel messages for a panic, and for a program killed for lack of memory.
 const REASONS: [&str; 2] = ["Kernel panic - not syncing: ", "Out of memory: Killed process "];
 /// Kernel messages that indicate too little memory.
@@ -19,6 +22,8 @@ const NO_MEMORY: [&str; 2] = ["deadlocked on memory", "Out of memory"];
 pub(crate) struct Console {
     /// Kernel's message about the panic or kill.
     pub(crate) reason: Option<String>,
+    /// Last reason of the guest why it cannot join the node.
+    complaint: Option<String>,
     /// Last lines before that message.
     lines: String,
 }
@@ -38,7 +43,9 @@ impl Console {
         let last: Vec<String> = last.into_iter().rev().map(|line| clean(line)).collect();
         let last = last.join(" | ");
         let skip = last.chars().count().saturating_sub(MOST);
+        let complaint = lines.iter().rev().find_map(|line| line.split_once(CANNOT_JOIN)).map(|(_, why)| why);
         Console {
+            complaint: complaint.map(|why| clean(why).chars().take(MOST_COMPLAINT).collect()),
             reason: found.map(|(_, text)| clean(text).chars().take(MOST_REASON).collect()),
             lines: last.chars().skip(skip).collect(),
         }
@@ -63,6 +70,9 @@ impl fmt::Display for Console {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(reason) = &self.reason {
             write!(f, "; its kernel reported: {reason}")?;
+        }
+        if let Some(complaint) = &self.complaint {
+            write!(f, "; its guest reported: {complaint}")?;
         }
         f.write_str(&self.end())
     }
@@ -103,6 +113,14 @@ mod tests {
     }
 
     #[test]
+    fn the_guests_last_reason_comes_first() {
+        let text = "ERROR peerpod_guest::log: cannot join the node: no DHCP\n\
+            ERROR peerpod_guest::log: cannot join the node: it refuses\nbye\n";
+        let text = Console::read(text).to_string();
+        assert!(text.starts_with("; its guest reported: it refuses; its console ends with: "), "{text}");
+    }
+
+    #[test]
     fn without_a_panic_there_are_the_last_lines() {
         let console = Console::read("one\n\ntwo\n three \nfour\nfive\x1b[0m\nsix\n");
         assert_eq!(console.reason, None);
@@ -126,7 +144,7 @@ mod tests {
         #[test]
         fn any_console_gives_one_bounded_line(text in "(?s).{0,3000}") {
             let shown = Console::read(&text).to_string();
-            prop_assert!(shown.chars().count() <= MOST + MOST_REASON + 100);
+            prop_assert!(shown.chars().count() <= MOST + MOST_REASON + MOST_COMPLAINT + 100);
             prop_assert!(!shown.chars().any(char::is_control));
         }
     }
