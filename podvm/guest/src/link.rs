@@ -42,6 +42,8 @@ const LONGEST_REFUSED: Duration = Duration::from_secs(5);
 /// Number of connections in a row without a link, after which the guest claims again. The node may not know the
 /// certificate any more, and the ticket gives it to the same key again.
 const CLAIM_AGAIN: u32 = 20;
+/// Limit of remembered reasons: each address of the node may fail for one of its own.
+const MOST_REASONS: usize = 16;
 /// Interval between log lines of the same reason.
 const AGAIN: Duration = Duration::from_secs(60);
 /// Limit of queued control messages. The node sends one at a time.
@@ -335,20 +337,23 @@ fn late() -> anyhow::Error {
     anyhow!("the node did not answer the claim within {CLAIM:?}")
 }
 
-/// Last logged reason. A new one is logged at once, the same one again after [`AGAIN`]: a node that is away for an hour
-/// is sixty lines and not twenty thousand, and the end of the console has one.
+/// Reasons that were logged, with the times. A new one is logged at once, the same one again after [`AGAIN`]: a node that
+/// is away for an hour is sixty lines and not twenty thousand, and the end of the console has one.
 #[derive(Default)]
-struct Said(Option<(String, Instant)>);
+struct Said(Vec<(String, Instant)>);
 
 impl Said {
     /// Returns whether the reason must be logged now.
     fn is_new(&mut self, reason: &str) -> bool {
-        let known = self.0.as_ref();
-        let is_new = known.is_none_or(|(last, at)| last != reason || at.elapsed() >= AGAIN);
-        if is_new {
-            self.0 = Some((reason.to_owned(), Instant::now()));
+        self.0.retain(|(_, at)| at.elapsed() < AGAIN);
+        if self.0.iter().any(|(known, _)| known == reason) {
+            return false;
         }
-        is_new
+        if self.0.len() >= MOST_REASONS {
+            self.0.remove(0);
+        }
+        self.0.push((reason.to_owned(), Instant::now()));
+        true
     }
 
     fn cannot_join(&mut self, reason: String) {

@@ -33,8 +33,7 @@ use crate::ledger::{Inbox, Ledger, Loaded};
 use crate::localhost::Localhost;
 use crate::metrics::Metrics;
 use crate::ports::{
-    self, CONNECTION, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud,
-    Surroundings,
+    self, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings,
 };
 use crate::relay_client::{RelayClient, RelayIdentity};
 use crate::rotate::{self, SharedTrust};
@@ -462,6 +461,9 @@ async fn report_relay<T>(mut connection: watch::Receiver<Option<T>>, ready: Read
         }
     }
 }
+
+/// Name of the connection to the provider in the readiness.
+pub(crate) const CONNECTION: &str = "provider-connection";
 
 /// Marks the node as not ready while the provider cannot work: no pod could start.
 async fn report_provider(health: Option<BoxStream<'static, Option<String>>>, ready: Ready) {

@@ -28,6 +28,7 @@ use serde_json::value::to_raw_value;
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
+use crate::app::CONNECTION;
 use crate::cluster::show::About;
 use crate::cluster::{Cluster, Recorded, Shown};
 use crate::ledger::{self, Batch, Ledger, NetnsRef, Network, Record};
@@ -68,9 +69,6 @@ pub(crate) struct ProviderCloud {
     chosen: Mutex<HashMap<InstanceId, Chosen>>,
     ready: Ready,
 }
-
-/// Name of the connection to the provider in the readiness.
-pub(crate) const CONNECTION: &str = "provider-connection";
 
 impl ProviderCloud {
     pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready) -> ProviderCloud {

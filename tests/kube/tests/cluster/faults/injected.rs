@@ -12,23 +12,22 @@ use peerpod_client::{AgentClient, ContainerSpec, Error, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_test_kube::wait_for;
 use peerpod_tests::of_image;
-use peerpod_world::{Settings, Sight, binary};
+use peerpod_world::{Daemons, Settings, Sight, binary};
 use rustls::ServerConfig;
-use serde_json::Value;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 
 use super::super::images_common::{Registry, Serving, ordinary};
 use super::super::node_common::{LIMIT, NODE, Rig, Running, vm_in};
-use super::{Texts, describe, refused};
+use super::{Texts, away, describe, refused};
 
 /// Program of the VMs' pid 1, which injects faults inside.
 const IN_VM: &str = include_str!("vm.sh");
 /// Longer than a guest waits before it reports that no DHCP server answers.
 const BOOT: &str = "18s";
-/// Time limit of a start, and of a ticket, of the node that is away too long.
-const SHORT: Duration = Duration::from_secs(5);
+/// Time for which the API server is away: longer than one that is not worth an Event.
+const AWAY: Duration = Duration::from_secs(6);
 /// Ports of the registries, without and with a password.
 const REGISTRIES: [u16; 2] = [5000, 5001];
 /// Port of the server that is not the relay.
@@ -42,29 +41,33 @@ pub(super) async fn all() -> Texts {
         .set("node.boot-timeout", BOOT)
         .set("node.slow-after", "3s")
         .set("node.vm-gone-grace", "1s")
-        .set("node.plain-http-registries", registries.map(|one| one.to_string()).to_vec())
-        .set("provider.local.guest-binary", folder.0.join("peerpod-guest").to_str().unwrap())
-        .set("provider.local.agent-binary", folder.0.join("kata-agent").to_str().unwrap());
+        .set("node.netns-gone-grace", "1s")
+        .set("node.plain-http-registries", registries.map(|one| one.to_string()).to_vec());
+    let settings = folder.settings(settings);
     let mut rig = Rig::start(settings).await;
     rig.daemons().await;
     let (held, starts) = held(&rig, &folder).await;
     let kubeconfig = rig.cluster.folder().join("node.kubeconfig");
-    let (mut texts, refusals) =
-        tokio::join!(running(&rig, held, registries), refused::all(&rig, &kubeconfig));
-    texts.0.extend(refusals.0);
+    let (mut texts, ends, refusals, away) = tokio::join!(
+        running(&rig, held, registries),
+        ends(&rig),
+        refused::all(&rig, &kubeconfig),
+        away::all(&rig, &kubeconfig, &folder)
+    );
+    for more in [ends, refusals, away] {
+        texts.0.extend(more.0);
+    }
     for (fault, uid, id, start) in starts {
         let error = start.await.unwrap().unwrap_err().to_string();
         let (event, _) = rig.event(&uid, "StartFailed").await;
         texts.add(fault, event, Some(error), describe(&rig.daemons, &id));
     }
-    away_too_long(&mut rig, &folder, &mut texts).await;
-    provider_gone(&mut rig, &mut texts).await;
     api_server_gone(&mut rig, &mut texts).await;
     texts
 }
 
 /// Folder of the VMs' programs. The VMs see its subfolder at `/pause_bundle`.
-struct Folder(PathBuf);
+pub(super) struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Folder {
@@ -79,8 +82,16 @@ impl Folder {
         Folder(folder)
     }
 
+    /// Lets the local provider use the folder's programs.
+    pub(super) fn settings(&self, settings: Settings) -> Settings {
+        let path = |name: &str| self.0.join(name).to_string_lossy().into_owned();
+        settings
+            .set("provider.local.guest-binary", path("peerpod-guest"))
+            .set("provider.local.agent-binary", path("kata-agent"))
+    }
+
     /// Lets VMs boot that wait for this file.
-    fn go(&self, name: &str) {
+    pub(super) fn go(&self, name: &str) {
         fs::write(self.0.join("pause_bundle").join(name), "").unwrap();
     }
 }
@@ -109,7 +120,7 @@ async fn held(rig: &Rig, folder: &Folder) -> ((String, Running), Vec<Start>) {
     let uids: Vec<String> = all.iter().map(|(_, pod)| rig.pod(pod)).collect();
     let made = all.iter().map(|(_, pod)| async move {
         let running = rig.create(pod).await;
-        obstruct(rig, pod, &located(rig, &running.id).await, &running.id);
+        obstruct(rig, pod, &located(&rig.daemons, &running.id).await, &running.id);
         running
     });
     let mut starts = Vec::new();
@@ -120,8 +131,11 @@ async fn held(rig: &Rig, folder: &Folder) -> ((String, Running), Vec<Start>) {
             continue;
         }
         let id = running.id.clone();
-        // The pod's network goes with it.
-        let start = async move { running.shim.start_vm(&running.id).await };
+        let start = async move {
+            // Whole, with the pod's network.
+            let running = running;
+            running.shim.start_vm(&running.id).await
+        };
         starts.push((*fault, uid, id, tokio::spawn(start)));
     }
     other_server(rig);
@@ -130,15 +144,15 @@ async fn held(rig: &Rig, folder: &Folder) -> ((String, Running), Vec<Start>) {
 }
 
 /// Returns the addresses of a sandbox's VM.
-async fn located(rig: &Rig, id: &str) -> Vec<IpAddr> {
+pub(super) async fn located(daemons: &Daemons, id: &str) -> Vec<IpAddr> {
     let found = wait_for("the VM's addresses", LIMIT, async || {
-        let entry = rig.daemons.ledger()?.into_iter().find(|entry| entry.id == id);
+        let entry = daemons.ledger()?.into_iter().find(|entry| entry.id == id);
         let all: Vec<IpAddr> = entry
             .and_then(|entry| serde_json::from_value(entry.record["addresses"].clone()).ok())
             .unwrap_or_default();
         Ok(Some(all).filter(|all| !all.is_empty()))
     });
-    found.await.unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()))
+    found.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()))
 }
 
 /// Adds the rules of a fault in the network for a VM with these addresses.
@@ -250,7 +264,6 @@ async fn running(rig: &Rig, (uid, narrow): (String, Running), registries: [Socke
         let error = timeout(LIMIT, agent.exec(&request)).await.unwrap();
         texts.add(fault, event, Some(error.unwrap_err().to_string()), describe(&rig.daemons, &running.id));
     }
-    ends(rig, &mut texts).await;
     texts
 }
 
@@ -295,7 +308,8 @@ async fn exhaust_memory(rig: &Rig, running: &Running, agent: &AgentClient, pod: 
 }
 
 /// Injects faults that end a running sandbox.
-async fn ends(rig: &Rig, texts: &mut Texts) {
+async fn ends(rig: &Rig) -> Texts {
+    let mut texts = Texts::default();
     let uid = rig.pod("netns");
     let running = rig.run("netns").await;
     running.network.namespace().delete().unwrap();
@@ -319,67 +333,7 @@ async fn ends(rig: &Rig, texts: &mut Texts) {
     assert!(event.contains(&vm), "{event}");
     let error = running.shim.start_vm(&running.id).await.unwrap_err().to_string();
     texts.add("the VM is killed", event, Some(error), describe(&rig.daemons, &running.id));
-}
-
-/// Kills the node while two VMs boot. One ticket expires before its return, and another program takes the VNI of one.
-async fn away_too_long(rig: &mut Rig, folder: &Folder, texts: &mut Texts) {
-    let config = rig.daemons.config().to_owned();
-    let mut changed: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
-    let short = format!("{}s", SHORT.as_secs());
-    for key in ["boot-timeout", "ticket-ttl"] {
-        changed["node"][key] = short.clone().into();
-    }
-    rig.daemons.kill_node().unwrap();
-    fs::write(&config, changed.to_string()).unwrap();
-    rig.daemons.start_node().unwrap();
-    rig.daemons.ready().await.unwrap();
-    let [late, vni] = ["late-ticket", "late-vni"];
-    let uids = [late, vni].map(|pod| rig.pod(pod));
-    let (late, vni) = (rig.create(late).await, rig.create(vni).await);
-    let expired = Instant::now() + SHORT;
-    let number = reserved(rig, &vni).await;
-    located(rig, &late.id).await;
-    rig.daemons.kill_node().unwrap();
-    vni.network.namespace().ip("link del pp-vx0\n").unwrap();
-    let foreign = format!("link add foreign0 type vxlan id {number} dstport 4789 remote 192.0.2.1\n");
-    rig.world.node().ip(&foreign).unwrap();
-    sleep_until(expired).await;
-    rig.daemons.start_node().unwrap();
-    folder.go("go-late");
-    for (fault, uid, running) in
-        [("another program has the tunnel's VNI", &uids[1], vni), ("the ticket has expired", &uids[0], late)]
-    {
-        let start = timeout(LIMIT, running.shim.start_vm(&running.id)).await;
-        let error = start.unwrap_or_else(|_| panic!("{}", rig.daemons.log_tails())).unwrap_err();
-        let (event, _) = rig.event(uid, "StartFailed").await;
-        texts.add(fault, event, Some(error.to_string()), describe(&rig.daemons, &running.id));
-    }
-    rig.daemons.ready().await.unwrap();
-}
-
-/// Returns the VNI of a sandbox, once it is recorded.
-async fn reserved(rig: &Rig, running: &Running) -> u64 {
-    let found = wait_for("the VNI", LIMIT, async || {
-        let shown = running.network.namespace().shell("ip -j -d link show type vxlan", &[])?;
-        let shown: Value = serde_json::from_str(&shown).unwrap_or_default();
-        let Some(number) = shown[0]["linkinfo"]["info_data"]["id"].as_u64() else { return Ok(None) };
-        let recorded = format!("\"vni\":{number}");
-        let entries = rig.daemons.ledger()?;
-        Ok(entries.iter().any(|entry| entry.record.to_string().contains(&recorded)).then_some(number))
-    });
-    found.await.unwrap_or_else(|error| panic!("{error}\n{}", rig.daemons.log_tails()))
-}
-
-async fn provider_gone(rig: &mut Rig, texts: &mut Texts) {
-    let uid = rig.pod("provider");
-    rig.daemons.kill_cloud().unwrap();
-    let running = rig.create("provider").await;
-    let start = timeout(LIMIT, running.shim.start_vm(&running.id)).await;
-    let error = start.unwrap_or_else(|_| panic!("{}", rig.daemons.log_tails())).unwrap_err();
-    let (event, _) = rig.event(&uid, "StartFailed").await;
-    let described = describe(&rig.daemons, &running.id);
-    texts.add("the provider's process crashed", event, Some(error.to_string()), described);
-    rig.daemons.start_cloud().unwrap();
+    texts
 }
 
 async fn api_server_gone(rig: &mut Rig, texts: &mut Texts) {
@@ -392,7 +346,7 @@ async fn api_server_gone(rig: &mut Rig, texts: &mut Texts) {
         Ok(described.contains("api-server").then_some(described))
     });
     let described = described.await.unwrap();
-    sleep_until(Instant::now() + SHORT).await;
+    sleep_until(Instant::now() + AWAY).await;
     rig.cluster.restart_api_server().await.unwrap();
     let fields = format!("involvedObject.kind=Node,involvedObject.name={NODE},reason=ApiServerAway");
     let words =

@@ -1,8 +1,10 @@
 //! Injects each fault of the table, and compares the texts that an operator gets: the Event, the error of the shim's call,
 //! and `peerpod describe`. VMs are those of the local provider, and a fake Google Cloud refuses others.
 
+mod away;
 mod injected;
 mod refused;
+mod side;
 
 use std::fs;
 use std::path::Path;

@@ -1,16 +1,16 @@
 //! A second node, whose provider is a fake Google Cloud that refuses VMs.
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
 
 use peerpod_client::Annotations;
 use peerpod_test_clouds::gcp::{PROJECT, ZONES};
 use peerpod_test_clouds::{Cloud, Gcp};
-use peerpod_tests::fresh_id;
-use peerpod_world::proxy::Proxy;
-use peerpod_world::{Daemons, Settings, World};
+use peerpod_world::{Settings, World};
+use tokio::time::timeout;
 
-use super::super::node_common::{LIMIT, OWN, Rig};
+use super::super::node_common::{LIMIT, Rig};
+use super::side::Side;
 use super::{Texts, describe};
 
 const NODE: &str = "worker-2";
@@ -20,12 +20,7 @@ pub(super) async fn all(rig: &Rig, kubeconfig: &Path) -> Texts {
     let world = World::new().unwrap();
     let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
     let cloud = Cloud::start_on(listener, Gcp::default()).await.unwrap();
-    let server = SocketAddr::from(([127, 0, 0, 1], rig.cluster.port()));
-    let _proxy = Proxy::to_outside(world.node(), rig.cluster.port(), server).unwrap();
-    let mut daemons = Daemons::prepare(&world, settings(rig, &cloud, kubeconfig)).unwrap();
-    daemons.start_relay().unwrap();
-    daemons.start_node().unwrap();
-    daemons.ready().await.unwrap();
+    let side = Side::start(rig, world, (NODE, kubeconfig), settings(&cloud)).await;
 
     let mut texts = Texts::default();
     let plain = |name: &str| Annotations::new("shop", name).size("1", 512);
@@ -38,32 +33,24 @@ pub(super) async fn all(rig: &Rig, kubeconfig: &Path) -> Texts {
         match pod {
             "quota" => cloud.with(|gcp, _| gcp.quota = Some(0)),
             "capacity" => {
-                cloud.heal();
+                cloud.with(|gcp, _| gcp.quota = None);
                 cloud.set_stock("*", "*", "*", 0);
             }
             _ => {}
         }
         let uid = rig.pod_on(NODE, pod);
-        let (id, shim, network) = (fresh_id(pod), daemons.shim().await.unwrap(), world.pod().unwrap());
-        let refused = async {
-            shim.create_vm(&id, annotations, &network.namespace().path()).await?;
-            shim.start_vm(&id).await
-        };
-        let error =
-            tokio::time::timeout(LIMIT, refused).await.unwrap_or_else(|_| panic!("{}", daemons.log_tails()));
+        let (running, made) = side.create(pod, annotations).await;
+        made.unwrap();
+        let start = timeout(LIMIT, running.shim.start_vm(&running.id)).await;
+        let error = start.unwrap_or_else(|_| panic!("{}", side.daemons.log_tails())).unwrap_err();
         let (event, _) = rig.event(&uid, "VMRefused").await;
-        texts.add(fault, event, Some(error.unwrap_err().to_string()), describe(&daemons, &id));
+        texts.add(fault, event, Some(error.to_string()), describe(&side.daemons, &running.id));
     }
     texts
 }
 
-fn settings(rig: &Rig, cloud: &Cloud<Gcp>, kubeconfig: &Path) -> Settings {
+fn settings(cloud: &Cloud<Gcp>) -> Settings {
     let of_node = Settings::none()
-        .with_volume(rig.cluster.folder())
-        .set("kubernetes.kubeconfig", kubeconfig.to_str().unwrap())
-        .set("cluster.node-name", NODE)
-        .set("cluster.namespace", OWN)
-        .set("cluster.capacity", -1)
         .set("node.relay-addresses", vec!["192.0.2.1:15151"])
         .set("node.batch", "off")
         .set("provider.kind", "gcp");
