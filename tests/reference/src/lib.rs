@@ -22,12 +22,68 @@ use peerpod_base::metrics::plain;
 /// # Errors
 /// The section is out of date, the page lacks the two lines, or the page cannot be read or written.
 pub fn section(page: &str, name: &str, text: &str) -> Result<(), String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
-    let update = std::env::var_os("PEERPOD_UPDATE").is_some();
-    replace(&path, name, text, update).map_err(|why| format!("{}: {why}", path.display()))
+    compare(page, name, text, str::to_owned, "PEERPOD_UPDATE")
 }
 
-fn replace(path: &Path, name: &str, text: &str, update: bool) -> io::Result<()> {
+/// Compares the section `name` of `docs/front-door.md` with the output of a command, or writes the output if
+/// `PEERPOD_TEST_UPDATE` is set. The page has the output of a real run. Two outputs are equal if [`shape`] is.
+///
+/// # Errors
+/// As [`section`].
+pub fn capture(name: &str, command: &str, text: &str) -> Result<(), String> {
+    let text = format!("```text\n# {command}\n{}\n```", text.trim_end());
+    // Programs under test refuse variables that are no settings, unless they begin so.
+    compare("front-door.md", name, &text, shape, "PEERPOD_TEST_UPDATE")
+}
+
+/// Returns the lines of an output without all that differs between two runs and two machines: words with digits (times,
+/// ids, addresses, sizes), bars, causes of items, log lines, the order of lines, and equal lines.
+fn shape(text: &str) -> String {
+    let levels = [" ERROR ", " WARN ", " INFO ", " DEBUG "];
+    let (mut lines, mut is_warning) = (Vec::new(), false);
+    for line in text.lines() {
+        let is_below = line.starts_with("  ");
+        if !is_below {
+            is_warning = line.starts_with('!');
+        }
+        let is_log = levels.iter().any(|level| line.contains(level));
+        if !is_below || !is_log && !is_warning {
+            lines.push(shape_of_line(line));
+        }
+    }
+    lines.sort();
+    lines.dedup();
+    lines.join("\n")
+}
+
+fn shape_of_line(line: &str) -> String {
+    // An item of a check that is in order, or depends on the machine: its name.
+    let item = line.strip_prefix(['✓', '!', '-']).and_then(|item| item.split_once(": "));
+    if let Some((name, _)) = item.filter(|(name, _)| name.contains('/')) {
+        return name.trim_start().to_owned();
+    }
+    let word = |word: &str| if word.contains(|c: char| c.is_ascii_digit()) { "#" } else { word }.to_owned();
+    line.split_whitespace()
+        .map(|one| word(one.trim_matches('█')))
+        .collect::<Vec<_>>()
+        .join(" ")
+        .trim_end()
+        .to_owned()
+}
+
+fn compare(
+    page: &str,
+    name: &str,
+    text: &str,
+    shape: fn(&str) -> String,
+    variable: &str,
+) -> Result<(), String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
+    let update = std::env::var_os(variable).is_some();
+    replace(&path, name, text, shape, update).map_err(|why| format!("{}: {why}", path.display()))
+}
+
+fn replace(path: &Path, name: &str, text: &str, shape: fn(&str) -> String, update: bool) -> io::Result<()> {
     let mut file = File::options().read(true).write(update).open(path)?;
     if update {
         // Other tests may write other sections of the page at the same time.
@@ -41,11 +97,14 @@ fn replace(path: &Path, name: &str, text: &str, update: bool) -> io::Result<()> 
         return Err(io::Error::other(format!("has no lines `{}` and `{end}`", begin.trim_end())));
     };
     let wanted = format!("\n{}\n\n", text.trim());
-    if page[from..to] == wanted {
+    if shape(&page[from..to]) == shape(&wanted) {
         return Ok(());
     }
     if !update {
-        let why = format!("section {name} is out of date; PEERPOD_UPDATE=1 cargo test documented writes it");
+        let why = format!(
+            "section {name} is out of date; PEERPOD_UPDATE=1 cargo test documented writes it, and the test of a capture \
+             with PEERPOD_TEST_UPDATE=1; now it is:\n{text}"
+        );
         return Err(io::Error::other(why));
     }
     page.replace_range(from..to, &wanted);
@@ -249,14 +308,27 @@ mod tests {
         let path = std::env::temp_dir().join(format!("peerpod-reference-{}.md", std::process::id()));
         let page = |text: &str| format!("# A\n\n<!-- generated: a -->\n{text}<!-- end: a -->\n\nEnd.\n");
         std::fs::write(&path, page("")).unwrap();
-        assert!(replace(&path, "a", "new", false).unwrap_err().to_string().contains("out of date"));
-        assert!(replace(&path, "b", "new", true).unwrap_err().to_string().contains("no lines"));
-        replace(&path, "a", "new\n", true).unwrap();
-        replace(&path, "a", "new", false).unwrap();
+        assert!(
+            replace(&path, "a", "new", str::to_owned, false).unwrap_err().to_string().contains("out of date")
+        );
+        assert!(
+            replace(&path, "b", "new", str::to_owned, true).unwrap_err().to_string().contains("no lines")
+        );
+        replace(&path, "a", "new\n", str::to_owned, true).unwrap();
+        replace(&path, "a", "new", str::to_owned, false).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), page("\nnew\n\n"));
-        replace(&path, "a", "n", true).unwrap();
+        replace(&path, "a", "n", str::to_owned, true).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), page("\nn\n\n"));
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn two_runs_of_one_command_have_one_shape() {
+        let one = "✓ kernel/tun: works\n! kernel/x: old 1\n    remedy: new\nvm  a1\n  made  0.1 s  █\n  2026Z  INFO a\n";
+        let two = "- kernel/tun: absent\n✓ kernel/x: ok\nvm   b23\n  made  0.25 s     ███\n";
+        assert_eq!(shape(one), shape(two));
+        assert_ne!(shape(one), shape(&two.replace("vm ", "machine ")));
+        assert_ne!(shape("✗ kata/shim: no file"), shape("✗ kata/shim: no right"));
     }
 
     #[test]

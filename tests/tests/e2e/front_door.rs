@@ -8,6 +8,7 @@ use std::process::Command;
 
 use flate2::read::GzDecoder;
 use peerpod_client::ContainerSpec;
+use peerpod_test_reference::capture;
 use peerpod_tests::{PATIENCE, Sandbox};
 use peerpod_world::{Daemons, Settings, World, binary, eventually};
 use serde_json::Value;
@@ -90,7 +91,11 @@ fn shows(line: &CommandLine<'_>, id: &str) {
     for part in ["ready", "1 running", "peerpod-node 0.", "provider     external", "guests dial  "] {
         assert!(status.contains(part), "{part}: {status}");
     }
-    println!("{status}");
+    // The build's features decide that list.
+    let (before, rest) = status.split_once("in this build: ").unwrap();
+    let rest = rest.split_once(')').unwrap().1;
+    let released = format!("{before}in this build: local, aws, azure, gcp, libvirt, external){rest}");
+    capture("status of a node", "peerpod status", &released).unwrap();
     let status = line.json(&["status", "-o", "json"]);
     assert_eq!(
         (&status["node"]["ready"], &status["relay"]["ready"]),
@@ -108,7 +113,7 @@ fn shows(line: &CommandLine<'_>, id: &str) {
     {
         assert!(described.contains(part), "{part}: {described}");
     }
-    println!("{described}");
+    capture("describe", "peerpod describe seen", &described).unwrap();
     let by_pod = line.json(&["describe", &format!("default/{id}"), "-o", "json"]);
     assert_eq!(by_pod["sandbox"], id);
     let stages = by_pod["stages"].as_array().unwrap();
@@ -116,7 +121,7 @@ fn shows(line: &CommandLine<'_>, id: &str) {
 
     let trace = line.ok(&["trace", id]);
     assert_eq!(trace.lines().count(), stages.len() + 1, "{trace}");
-    println!("{trace}");
+    capture("trace", "peerpod trace seen", &trace).unwrap();
     assert!(line.ok(&["console", id]).contains("agent listens"));
     assert_eq!(line.json(&["orphans", "-o", "json"]), serde_json::json!([]));
     let version = line.ok(&["version"]);
