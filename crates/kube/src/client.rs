@@ -127,8 +127,21 @@ fn is_unknown_kind(status: &Status) -> bool {
 /// # Errors
 /// [`Error::Config`] when no address or no credentials can be read.
 pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Error> {
+    build(kubeconfig, true).await
+}
+
+/// Builds the same client without repeats: it returns a refusal for now (429, as of a PodDisruptionBudget) at once.
+///
+/// # Errors
+/// As [`connect`].
+pub async fn connect_without_repeats(kubeconfig: Option<&Path>) -> Result<Client, Error> {
+    build(kubeconfig, false).await
+}
+
+async fn build(kubeconfig: Option<&Path>, repeats: bool) -> Result<Client, Error> {
     let unusable = |error: BoxError| Error::Config(chain(error.as_ref()));
     let mut config = read(kubeconfig).await.map_err(unusable)?;
+    config.default_retry = repeats;
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
     // The idle time of a pooled connection does not count as silence.

@@ -6,7 +6,6 @@
 
 mod cluster;
 mod config;
-mod item;
 mod kernel;
 mod network;
 mod provider;
@@ -20,7 +19,7 @@ use peerpod_common::files;
 use serde_json::Value;
 
 use config::Config;
-use item::{Item, Report};
+use crate::item::{Item, Report};
 
 use crate::output::Output;
 

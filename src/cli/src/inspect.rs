@@ -1,4 +1,5 @@
-//! Subcommands about single peer pods: `list`, `describe`, `trace`, `console` and `orphans`. Read-only.
+//! Subcommands about single peer pods: `list`, `describe`, `trace`, `console` and `orphans`. Read-only. In a cluster
+//! `console` and `orphans` run `peerpod` in the pods of `peerpod-node`, because the provider answers the node.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -12,7 +13,7 @@ use serde::Serialize;
 use tokio::time::sleep;
 
 use crate::output::{Colour, Format, Output, Table, paint, safe};
-use crate::source::{Source, SourceArgs, Vm, since};
+use crate::source::{Cluster, Source, SourceArgs, Vm, since};
 
 /// Interval of the questions of `list --watch`.
 const WATCH: Duration = Duration::from_secs(2);
@@ -251,13 +252,18 @@ pub(crate) async fn trace(args: One) -> anyhow::Result<ExitCode> {
 }
 
 async fn console_of(source: &Source, vm: &Vm) -> anyhow::Result<String> {
-    let Source::Node(node) = source else {
+    let cluster = match source {
+        Source::Node(node) => return node.get(&format!("/v1/sandboxes/{}/console", vm.sandbox)).await,
+        Source::Cluster(cluster) => cluster,
+    };
+    let daemons = cluster.node_daemons().await?;
+    let Some(pod) = daemons.get(&vm.node) else {
         bail!(
-            "the provider gives the console to the node; run this on node {}, or in its pod: kubectl exec NODE-POD -c node",
+            "ask node {} for the console: it has no ready pod of peerpod-node; see `peerpod status`",
             vm.node
         );
     };
-    node.get(&format!("/v1/sandboxes/{}/console", vm.sandbox)).await
+    cluster.ask_daemon(pod, &["console", &vm.sandbox]).await
 }
 
 /// Prints the end of a VM's console, as the provider has it.
@@ -272,26 +278,26 @@ pub(crate) async fn console(args: Console) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lists the VMs of this installation without a record.
+/// A VM without a record, with its node.
+#[derive(Debug, Serialize)]
+struct OrphanRow {
+    /// Name of the node; `None` from a node itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
+    #[serde(flatten)]
+    orphan: Orphan,
+}
+
+/// Lists the VMs of this installation without a record. Exit code 1 if a node of the cluster gave no answer.
 pub(crate) async fn orphans(args: Orphans) -> anyhow::Result<ExitCode> {
-    let Source::Node(node) = args.from.open().await? else {
-        bail!("the provider lists the VMs to the node; run this on each node");
-    };
-    let found: Vec<Orphan> = node.get("/v1/orphans").await?;
-    let at = |orphan: &Orphan| Timestamp::from_millisecond(i64::try_from(orphan.created_ms?).ok()?).ok();
-    args.output.print(&found, |_| {
-        let mut table = Table::new(&["VM", "STATE", "NAME", "AGE"]);
-        for one in &found {
-            let age = at(one).map(since).unwrap_or_default();
-            table.row([
-                one.vm.clone(),
-                format!("{:?}", one.state).to_lowercase(),
-                one.name.clone().unwrap_or_default(),
-                age,
-            ]);
+    let (found, silent) = match args.from.open().await? {
+        Source::Node(node) => {
+            let found: Vec<Orphan> = node.get("/v1/orphans").await?;
+            (found.into_iter().map(|orphan| OrphanRow { node: None, orphan }).collect(), 0)
         }
-        table.to_string()
-    })?;
+        Source::Cluster(cluster) => orphans_of_nodes(&cluster).await?,
+    };
+    args.output.print(&found, |_| orphan_table(&found))?;
     if !found.is_empty() && args.output.format == Format::Table {
         eprintln!(
             "{}",
@@ -301,7 +307,55 @@ pub(crate) async fn orphans(args: Orphans) -> anyhow::Result<ExitCode> {
             )
         );
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(if silent > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Asks each node of the cluster. Returns the VMs, and the number of nodes that gave no answer.
+async fn orphans_of_nodes(cluster: &Cluster) -> anyhow::Result<(Vec<OrphanRow>, usize)> {
+    let (mut found, mut silent) = (Vec::new(), 0);
+    let daemons = cluster.node_daemons().await?;
+    if daemons.is_empty() {
+        bail!("no pod of peerpod-node is ready, so no node can list its VMs; see `peerpod status`");
+    }
+    let asked = futures_util::future::join_all(daemons.iter().map(async |(node, pod)| {
+        let text = cluster.ask_daemon(pod, &["orphans", "-o", "json"]).await;
+        (node, text.and_then(|text| Ok(serde_json::from_str::<Vec<Orphan>>(&text)?)))
+    }));
+    for (node, answer) in asked.await {
+        match answer {
+            Ok(orphans) => {
+                found
+                    .extend(orphans.into_iter().map(|orphan| OrphanRow { node: Some(node.clone()), orphan }));
+            }
+            Err(error) => {
+                silent += 1;
+                let why = peerpod_base::chain::chain(error.as_ref());
+                eprintln!("peerpod: {}", safe(&format!("node {node}: {why}")));
+            }
+        }
+    }
+    Ok((found, silent))
+}
+
+fn orphan_table(found: &[OrphanRow]) -> String {
+    let has_nodes = found.iter().any(|row| row.node.is_some());
+    let mut names = vec!["VM", "STATE", "NAME", "AGE"];
+    if has_nodes {
+        names.insert(0, "NODE");
+    }
+    let mut table = Table::new(&names);
+    for OrphanRow { node, orphan } in found {
+        let created = orphan.created_ms.and_then(|ms| i64::try_from(ms).ok());
+        let created = created.and_then(|ms| Timestamp::from_millisecond(ms).ok());
+        let cells = [
+            orphan.vm.clone(),
+            format!("{:?}", orphan.state).to_lowercase(),
+            orphan.name.clone().unwrap_or_default(),
+            created.map(since).unwrap_or_default(),
+        ];
+        table.row(node.iter().filter(|_| has_nodes).cloned().chain(cells));
+    }
+    table.to_string()
 }
 
 #[cfg(test)]

@@ -5,11 +5,16 @@
 
 mod check;
 mod config;
+mod connectivity;
 mod convert;
+mod drain;
 mod inspect;
+mod item;
 mod logs;
 mod output;
 mod provider;
+mod run;
+mod signals;
 mod source;
 mod status;
 mod sysdump;
@@ -60,10 +65,14 @@ enum Command {
     Trace(inspect::One),
     /// Prints the lines of node, relay, guest and agent about one peer pod, by time
     Logs(logs::Args),
-    /// Prints the end of a VM's console; on a node only
+    /// Prints the end of a VM's console, as the provider has it
     Console(inspect::Console),
-    /// Lists VMs of this node without a record; on a node only
+    /// Lists the VMs of the node, or of all nodes of the cluster, without a record
     Orphans(inspect::Orphans),
+    /// Cordons a node and evicts its peer pods, until their VMs are gone; exit code 1 if one is left
+    Drain(drain::Args),
+    /// Starts pods in a namespace of its own, tests their connections and removes them; exit code 1 if there is a fault
+    Test(connectivity::Args),
     /// Collects the state for a report into one file without secrets
     #[command(after_help = SETTINGS)]
     Sysdump(sysdump::Args),
@@ -123,6 +132,8 @@ impl Command {
             Command::Logs(args) => block_on(logs::run(args)),
             Command::Console(args) => block_on(inspect::console(args)),
             Command::Orphans(args) => block_on(inspect::orphans(args)),
+            Command::Drain(args) => block_on(drain::run(args)),
+            Command::Test(args) => block_on(connectivity::run(args)),
             Command::Sysdump(args) => block_on(sysdump::run(args, settings)),
             Command::Version(args) => block_on(version::run(args)),
         }

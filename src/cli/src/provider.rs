@@ -21,12 +21,10 @@ use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Sto
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_providers::{Context, Purpose, Settings};
 use tokio::process;
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::SETTINGS;
+use crate::signals::{INTERRUPTED, Signals};
 
-/// Exit code that a shell reports for a program ended by Ctrl-C.
-const INTERRUPTED: u8 = 130;
 /// Exit code if nothing was done: arguments or a consent are missing.
 const NOT_DONE: u8 = 2;
 /// Time limit of a probe, and of the preflight.
@@ -251,26 +249,6 @@ async fn report_clean_up(trial: &Trial) -> bool {
         Err(why) => {
             say!("CLEAN-UP FAILED: {why}");
             false
-        }
-    }
-}
-
-/// Signals that end a check. The handlers stay, so that a second Ctrl-C does not interrupt the clean-up.
-struct Signals([tokio::signal::unix::Signal; 3]);
-
-impl Signals {
-    fn new() -> std::io::Result<Signals> {
-        let [interrupt, terminate, hangup] =
-            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
-        Ok(Signals([interrupt?, terminate?, hangup?]))
-    }
-
-    async fn next(&mut self) -> &'static str {
-        let [interrupt, terminate, hangup] = &mut self.0;
-        tokio::select! {
-            _ = interrupt.recv() => "Ctrl-C",
-            _ = terminate.recv() => "SIGTERM",
-            _ = hangup.recv() => "SIGHUP",
         }
     }
 }

@@ -2,6 +2,7 @@
 //! kubeconfig.
 
 mod cluster;
+mod kubectl;
 mod node;
 mod vm;
 
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-pub(crate) use cluster::Cluster;
+pub(crate) use cluster::{Cluster, RESOURCE};
 pub(crate) use node::{Node, http};
 pub(crate) use vm::{Vm, since};
 
@@ -22,9 +23,36 @@ pub(crate) struct SourceArgs {
     /// The node's admin socket [default: /run/peerpod/node-admin.sock if it exists, or else the cluster]
     #[arg(long, value_name = "PATH", conflicts_with = "kubeconfig")]
     socket: Option<PathBuf>,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+}
+
+/// The option that names the cluster.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(crate) struct ClusterArgs {
     /// The kubeconfig of the cluster [default: KUBECONFIG, ~/.kube/config, or the pod's service account]
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
+}
+
+impl ClusterArgs {
+    /// Makes a client for the cluster. Sends no request.
+    ///
+    /// # Errors
+    /// No kubeconfig can be read.
+    pub(crate) async fn open(&self) -> Result<Cluster, peerpod_kube::client::Error> {
+        let client = peerpod_kube::client::connect(self.kubeconfig.as_deref()).await?;
+        Ok(Cluster::new(client, self.kubeconfig.clone()))
+    }
+
+    /// Makes a client that returns a refusal for now at once. Sends no request.
+    ///
+    /// # Errors
+    /// As [`ClusterArgs::open`].
+    pub(crate) async fn open_without_repeats(&self) -> Result<Cluster, peerpod_kube::client::Error> {
+        let client = peerpod_kube::client::connect_without_repeats(self.kubeconfig.as_deref()).await?;
+        Ok(Cluster::new(client, self.kubeconfig.clone()))
+    }
 }
 
 /// An opened source.
@@ -43,17 +71,18 @@ impl SourceArgs {
         if let Some(socket) = self.node_socket() {
             return Ok(Source::Node(Node::new(socket)));
         }
-        let client = peerpod_kube::client::connect(self.kubeconfig.as_deref()).await;
-        let client = client.with_context(|| {
+        let cluster = self.cluster.open().await.with_context(|| {
             format!(
                 "no node serves {SOCKET}, and no cluster is known; name one with --socket or --kubeconfig"
             )
         })?;
-        Ok(Source::Cluster(Cluster::new(client)))
+        Ok(Source::Cluster(cluster))
     }
 
     fn node_socket(&self) -> Option<PathBuf> {
-        if self.kubeconfig.is_some() || std::env::var_os("KUBECONFIG").is_some() && self.socket.is_none() {
+        if self.cluster.kubeconfig.is_some()
+            || std::env::var_os("KUBECONFIG").is_some() && self.socket.is_none()
+        {
             return None;
         }
         self.socket.clone().or_else(|| Some(PathBuf::from(SOCKET)).filter(|path| Path::exists(path)))

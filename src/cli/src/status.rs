@@ -2,6 +2,7 @@
 
 mod cluster;
 mod node;
+mod relays;
 
 pub(crate) use node::of_relay;
 

@@ -22,7 +22,7 @@ use peerpod_kube::client::{Error, connect, within};
 use peerpod_kube::crds;
 
 use super::config::Config;
-use super::item::{Area, Item, Outcome, failed, skipped, warning};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 use super::network::MOST_PEERS;
 
 /// Deviation of the clocks in seconds that is named, and one that makes tickets and certificates fail.
@@ -376,7 +376,7 @@ mod tests {
     use serde_json::{from_value, json};
 
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     fn verdict(outcome: Outcome) -> (Verdict, String) {
         let item = Area::Cluster.item("x", outcome);

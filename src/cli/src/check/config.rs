@@ -6,7 +6,7 @@ use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_cluster::SECTIONS;
 use serde_json::Value;
 
-use super::item::{Area, Item, failed};
+use crate::item::{Area, Item, failed};
 use crate::config::ask;
 
 /// Effective values by key. A mistaken value is the default.

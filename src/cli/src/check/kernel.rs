@@ -12,7 +12,7 @@ use peerpod_podnet::vxlan::Shape;
 use peerpod_podnet::{localhost, redirect, vxlan};
 
 use super::config::Config;
-use super::item::{Area, Item, Outcome, failed, skipped, warning};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// Capabilities that peerpod-node needs, by their numbers.
 const CAPABILITIES: [(&str, u32); 2] = [("NET_ADMIN", 12), ("SYS_ADMIN", 21)];
@@ -156,7 +156,7 @@ fn profile(facts: &Facts) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     fn facts() -> Facts {
         Facts {

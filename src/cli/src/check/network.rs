@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::config::Config;
-use super::item::{Area, Item, Outcome, failed, skipped, warning};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// Time limit of a connection.
 const CONNECT: Duration = Duration::from_secs(3);
@@ -173,7 +173,7 @@ fn mtu(uplink: Option<(String, u32)>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     #[test]
     fn ports_that_are_in_use_are_named() {

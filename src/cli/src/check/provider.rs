@@ -12,7 +12,7 @@ use peerpod_provider_api::Preflight;
 use peerpod_providers::{Context, Purpose};
 
 use super::config::Config;
-use super::item::{Area, Item, failed, skipped, warning};
+use crate::item::{Area, Item, failed, skipped, warning};
 use crate::config::ask;
 use crate::provider::fresh;
 
@@ -90,7 +90,7 @@ fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     #[test]
     fn image_quotas_and_warnings_are_items_of_their_own() {

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::config::Config;
-use super::item::{Area, Item, Outcome, failed, skipped, warning};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 use super::{below, read_toml};
 
 /// Configurations of container runtimes; the first one that is there counts.
@@ -248,7 +248,7 @@ fn devices(handler: &Handler) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     fn handler_of(text: &str) -> Option<Handler> {
         of_containerd(&toml::from_str(text).unwrap(), "f.toml", "kata-remote")

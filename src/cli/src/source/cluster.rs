@@ -1,5 +1,7 @@
 //! Reads peer pods of a cluster from the API server.
 
+use std::path::PathBuf;
+
 use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::api::{ApiResource, ListParams, LogParams};
 use kube::core::DynamicObject;
@@ -16,11 +18,15 @@ const LOG: i64 = 16 << 20;
 const LOG_LINES: i64 = 50_000;
 /// Label that the chart gives to the pods of Peerpod itself.
 const OURS: &str = "app.kubernetes.io/name=peerpod";
+/// Extended resource of a node's VMs, by the default of `cluster.extended-resource`.
+pub(crate) const RESOURCE: &str = "kata.peerpods.io/vm";
 
 /// A cluster's API server.
 #[derive(Clone)]
 pub(crate) struct Cluster {
-    client: Client,
+    pub(crate) client: Client,
+    /// The kubeconfig of the command line, for kubectl.
+    pub(super) kubeconfig: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -30,8 +36,8 @@ impl std::fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    pub(crate) fn new(client: Client) -> Cluster {
-        Cluster { client }
+    pub(crate) fn new(client: Client, kubeconfig: Option<PathBuf>) -> Cluster {
+        Cluster { client, kubeconfig }
     }
 
     /// Lists objects of all namespaces, page by page. `what` names them in errors.

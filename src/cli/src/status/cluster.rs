@@ -12,14 +12,12 @@ use kube::api::ListParams;
 use peerpod_kube::heartbeat::node_of;
 use serde::Serialize;
 
-use super::mark;
+use super::{mark, relays};
 use crate::output::{Table, safe};
-use crate::source::{Cluster, Source, since};
+use crate::source::{Cluster, RESOURCE, Source, since};
 
 /// Lease of the controller's leader.
 const CONTROLLER: &str = "peerpod-controller";
-/// Extended resource of a node's VMs, by the default of `cluster.resource`.
-const RESOURCE: &str = "kata.peerpods.io/vm";
 /// Failing PeerPods that the table shows.
 const SHOWN: usize = 20;
 
@@ -61,6 +59,9 @@ struct NodeRow {
     /// VMs that the Node advertises; `None`: it advertises none.
     capacity: Option<String>,
     vms: usize,
+    /// Whether the node's relay is of an older revision than its DaemonSet; `None`: it is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    relay_behind: Option<bool>,
 }
 
 #[derive(Debug, Serialize)]
@@ -99,6 +100,7 @@ pub(super) async fn ask(cluster: &Cluster) -> anyhow::Result<Status> {
         phase: vm.phase.clone(),
         cause: vm.cause.clone().unwrap_or_default(),
     });
+    let relays = relays::behind(cluster).await;
     let row = |lease: &Lease| {
         let name = node_of(lease.metadata.name.as_deref()?)?;
         let node = nodes.iter().find(|node| node.name_any() == name);
@@ -108,6 +110,7 @@ pub(super) async fn ask(cluster: &Cluster) -> anyhow::Result<Status> {
             heartbeat: holder(lease),
             capacity: capacity.map(|quantity| quantity.0.clone()),
             vms: vms.iter().filter(|vm| vm.node == name).count(),
+            relay_behind: relays.get(name).copied(),
         })
     };
     Ok(Status {
@@ -169,10 +172,12 @@ impl Status {
                 one.image.clone(),
             ]);
         }
-        let mut nodes = Table::new(&["NODE", "HEARTBEAT", "VMS", "CAPACITY"]);
+        let mut nodes = Table::new(&["NODE", "HEARTBEAT", "VMS", "CAPACITY", "RELAY"]);
         for node in &self.nodes {
             let capacity = node.capacity.clone().unwrap_or_default();
-            nodes.row([node.name.clone(), node.heartbeat.text(), node.vms.to_string(), capacity]);
+            let relay = node.relay_behind.map_or("", |behind| if behind { "behind" } else { "current" });
+            let vms = node.vms.to_string();
+            nodes.row([node.name.clone(), node.heartbeat.text(), vms, capacity, relay.to_owned()]);
         }
         write!(text, "\n{programs}\n{nodes}").ok();
         if !self.failing.is_empty() {

@@ -2,22 +2,19 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use peerpod_base::config::{Sources, print};
 use peerpod_node::admin::{Detail, NodeStatus, Sandbox};
 use serde_json::Value;
-use tokio::io::{AsyncRead, AsyncReadExt};
-use tokio::process::Command;
 use tokio::time::error::Elapsed;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::Dump;
 use crate::source::Node;
 use crate::status::of_relay;
-use crate::{config, logs};
+use crate::{config, logs, run};
 
 /// Sandboxes with details and network; the list has all.
 const SANDBOXES: usize = 100;
@@ -31,9 +28,8 @@ const STARTING: [&str; 3] = ["created", "booting", "joining"];
 pub(super) const ANSWERS: [&str; 2] = ["node/", "sandboxes/"];
 /// Bytes at the end of each log.
 const LOG: u64 = 16 << 20;
-/// Time limit and size limit of one program's output.
+/// Time limit of one program.
 const PROGRAM: Duration = Duration::from_secs(10);
-const OUTPUT: u64 = 4 << 20;
 /// Folders with Kata's configuration.
 const KATA: [&str; 4] = [
     "/etc/kata-containers",
@@ -79,11 +75,11 @@ pub(super) async fn collect(
     configuration(dump, settings)?;
     sandboxes(dump, node).await?;
     for (name, program) in VERSIONS {
-        dump.text_of(&format!("versions/{name}.txt"), run(program).await)?;
+        dump.text_of(&format!("versions/{name}.txt"), run::output(program, PROGRAM).await)?;
     }
     dump.text("versions/peerpod.txt", env!("CARGO_PKG_VERSION"))?;
     for (name, program) in NETWORK {
-        dump.text_of(&format!("network/host/{name}.txt"), run(program).await)?;
+        dump.text_of(&format!("network/host/{name}.txt"), run::output(program, PROGRAM).await)?;
     }
     kata(dump)?;
     match logs::files(logs) {
@@ -201,7 +197,7 @@ async fn details(
             return Ok(false);
         }
         let words: Vec<&str> = ["nsenter", &enter].into_iter().chain(program.iter().copied()).collect();
-        dump.text_of(&format!("network/{id}/{name}.txt"), limits.step(run(&words)).await)?;
+        dump.text_of(&format!("network/{id}/{name}.txt"), limits.step(run::output(&words, PROGRAM)).await)?;
     }
     Ok(true)
 }
@@ -220,54 +216,13 @@ fn kata(dump: &mut Dump) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the output of a program, or its beginning: the program is killed at the limit.
-async fn run(words: &[&str]) -> anyhow::Result<String> {
-    let Some((program, rest)) = words.split_first() else { bail!("no program") };
-    let mut command = Command::new(program);
-    command.args(rest).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-    let mut child = command.spawn().with_context(|| format!("start {program}"))?;
-    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let end = async {
-        let read = tokio::try_join!(read(stdout), read(stderr));
-        if read.is_err() {
-            child.start_kill().ok();
-        }
-        std::io::Result::Ok((child.wait().await?, read))
-    };
-    let end =
-        timeout(PROGRAM, end).await.with_context(|| format!("no end of {program} within {PROGRAM:?}"))?;
-    match end.with_context(|| format!("wait for {program}"))? {
-        (_, Err(beginning)) => Ok(format!("{}\n(cut after {OUTPUT} bytes)", lossy(&beginning))),
-        (status, Ok((stdout, _))) if status.success() => Ok(lossy(&stdout)),
-        (status, Ok((_, stderr))) => bail!("{program}: {status}: {}", lossy(&stderr).trim()),
-    }
-}
-
-/// Returns all that a program wrote, or the beginning as an error if the limit is reached.
-async fn read(from: Option<impl AsyncRead + Unpin>) -> Result<Vec<u8>, Vec<u8>> {
-    let mut bytes = Vec::new();
-    if let Some(from) = from {
-        // After a failure there is no more to read, and the program's status tells the rest.
-        from.take(OUTPUT).read_to_end(&mut bytes).await.ok();
-    }
-    let is_cut = u64::try_from(bytes.len()).is_ok_and(|length| length >= OUTPUT);
-    if is_cut { Err(bytes) } else { Ok(bytes) }
-}
-
 #[cfg(test)]
 mod tests {
     use std::future::pending;
 
-    use super::*;
+    use tokio::time::timeout;
 
-    #[tokio::test]
-    async fn a_program_with_endless_output_is_killed_at_the_limit() {
-        let text = run(&["yes"]).await.unwrap();
-        assert!(text.ends_with("bytes)") && text.len() < 5 << 20, "{} bytes", text.len());
-        assert_eq!(run(&["echo", "a"]).await.unwrap(), "a\n");
-        let error = run(&["sh", "-c", "echo reason >&2; exit 3"]).await.unwrap_err().to_string();
-        assert!(error.ends_with("reason"), "{error}");
-    }
+    use super::*;
 
     #[tokio::test]
     async fn the_limits_are_reached_after_two_timeouts_or_at_their_end() {

@@ -4,7 +4,7 @@
 //! Counts are small. With `PEERPOD_TEST_LONG=1`, or `PEERPOD_TEST_BENCH=<file>` to which the figures are added, they are
 //! those that the project promises.
 
-use super::{controller_world, front_door};
+use super::{controller_world, drain, front_door};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -34,6 +34,8 @@ async fn the_controller() {
     orphans(&world).await;
     stage("command line");
     front_door::shows(&world).await;
+    stage("drain");
+    drain::drains(&world).await;
     stage("many, killed");
     many_while_it_is_killed(&world).await;
     stage("two replicas");

@@ -2,10 +2,12 @@
 
 use std::fs;
 use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 use std::time::Duration;
 
 use flate2::read::GzDecoder;
+use k8s_openapi::api::apps::v1::{ControllerRevision, DaemonSet};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -25,6 +27,9 @@ fn run(world: &World, words: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(program("peerpod").unwrap());
     command.args(words).current_dir(world.cluster.folder());
     command.arg("--kubeconfig").arg(world.cluster.folder().join("admin.kubeconfig"));
+    // Its folder has a kubectl, see `kubectl`.
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{}:{path}", world.cluster.folder().join("bin").display()));
     let output = command.output().unwrap();
     let text =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -65,7 +70,8 @@ pub(super) async fn shows(world: &World) {
         "installation  ready",
         "controller    a, renewed",
         "front-1 ",
-        " 7",
+        " 7         behind",
+        "peerpod-relay  1/1    1",
         "1 running",
         "failing (1):",
         "quota",
@@ -86,8 +92,7 @@ pub(super) async fn shows(world: &World) {
     assert!(trace.contains("running    18.000 s     +6.000 s"), "{trace}");
     let (code, text) = run(world, &["describe", "nobody"]);
     assert!(code == Some(1) && text.contains("no PeerPod is of pod or sandbox nobody"), "{code:?} {text}");
-    let (code, text) = run(world, &["console", "web"]);
-    assert!(code == Some(1) && text.contains("run this on node front-1"), "{code:?} {text}");
+    asks_the_node(world).await;
     assert!(ok(world, &["version"]).contains("container node: v9.9.9: another version"));
     dump(world);
 
@@ -100,6 +105,48 @@ pub(super) async fn shows(world: &World) {
         world.delete(NS, name).await;
         world.gone(NS, name).await;
     }
+}
+
+/// Asks the node by its pod for the console and for VMs without a record.
+async fn asks_the_node(world: &World) {
+    let (code, text) = run(world, &["console", "web"]);
+    assert!(code == Some(1) && text.contains("node front-1 for the console: it has no ready pod"), "{text}");
+    let (code, text) = run(world, &["orphans"]);
+    assert!(code == Some(1) && text.contains("no pod of peerpod-node is ready"), "{text}");
+    let pods: Api<Pod> = Api::namespaced(world.client.clone(), NS);
+    let ready = json!({"status": {"conditions": [{"type": "Ready", "status": "True"}]}});
+    pods.patch_status("peerpod-node-x", &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
+    kubectl(world);
+    assert_eq!(ok(world, &["console", "web"]), "the kernel's line\n");
+    let described = ok(world, &["describe", "web"]);
+    assert!(described.contains("end of the console\n  the kernel's line"), "{described}");
+    let orphans = read(world, &["orphans", "-o", "json"]);
+    assert_eq!((&orphans[0]["node"], &orphans[0]["vm"]), (&"front-1".into(), &"vm-lost".into()), "{orphans}");
+    let table = ok(world, &["orphans", "--dry-run"]);
+    assert!(table.starts_with("NODE ") && table.contains("front-1  vm-lost"), "{table}");
+    fs::remove_dir_all(world.cluster.folder().join("bin")).unwrap();
+    let (code, text) = run(world, &["console", "web"]);
+    assert!(code == Some(1) && text.contains("/peerpod-node-x: "), "{text}");
+}
+
+/// Makes a kubectl that answers like a node for the commands of the command line alone: no kubelet runs here. The part
+/// `cases` of tests/kubernetes has a real one.
+fn kubectl(world: &World) {
+    let bin = world.cluster.folder().join("bin");
+    fs::create_dir(&bin).unwrap();
+    let begin = format!(
+        "--kubeconfig={} exec --namespace {NS} peerpod-node-x --container node -- /usr/bin/peerpod",
+        world.cluster.folder().join("admin.kubeconfig").display()
+    );
+    let socket = "--socket /run/peerpod/node-admin.sock";
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in\n\
+         '{begin} console sandbox-web {socket}') echo \"the kernel's line\";;\n\
+         '{begin} orphans -o json {socket}') echo '[{{\"vm\": \"vm-lost\", \"state\": \"running\"}}]';;\n\
+         *) echo \"unexpected: $*\" >&2; exit 1;;\nesac\n"
+    );
+    fs::write(bin.join("kubectl"), script).unwrap();
+    fs::set_permissions(bin.join("kubectl"), fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 /// Makes the objects, with secrets everywhere.
@@ -140,7 +187,38 @@ async fn objects(world: &World) {
     let map = json!({"metadata": {"name": "c", "labels": {"app.kubernetes.io/name": "peerpod"}},
         "data": {"peerpod.yaml": format!("provider:\n  aws:\n    secret-key: |\n      {CANARY}\nlog: {{level: info}}\n")}});
     maps.create(&post, &from_value(map).unwrap()).await.unwrap();
+    relay(world).await;
     states(world).await;
+}
+
+/// Makes a relay's DaemonSet with two revisions, and its pod of the first one.
+async fn relay(world: &World) {
+    let post = PostParams::default();
+    let sets: Api<DaemonSet> = Api::namespaced(world.client.clone(), HOME);
+    let ours = json!({"app.kubernetes.io/name": "peerpod", "app.kubernetes.io/component": "relay"});
+    let set = json!({"metadata": {"name": "peerpod-relay", "labels": ours}, "spec": {
+        "selector": {"matchLabels": ours}, "updateStrategy": {"type": "OnDelete"},
+        "template": {"metadata": {"labels": ours}, "spec": {"containers": [{"name": "relay", "image": "r.example/peerpod:v9.9.9"}]}}}});
+    let set = sets.create(&post, &from_value(set).unwrap()).await.unwrap();
+    let status = json!({"status": {"currentNumberScheduled": 1, "desiredNumberScheduled": 1, "numberMisscheduled": 0,
+        "numberReady": 1, "updatedNumberScheduled": 0}});
+    sets.patch_status("peerpod-relay", &PatchParams::default(), &Patch::Merge(&status)).await.unwrap();
+    let owner = json!([{"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "peerpod-relay", "uid": set.uid(), "controller": true}]);
+    let revisions: Api<ControllerRevision> = Api::namespaced(world.client.clone(), HOME);
+    let of = |hash: &str| {
+        let mut labels = ours.clone();
+        labels["controller-revision-hash"] = hash.into();
+        labels
+    };
+    for (number, hash) in [(1, "old"), (2, "new")] {
+        let revision = json!({"metadata": {"name": format!("peerpod-relay-{hash}"), "labels": of(hash), "ownerReferences": owner},
+            "revision": number, "data": {}});
+        revisions.create(&post, &from_value(revision).unwrap()).await.unwrap();
+    }
+    let pod = json!({"metadata": {"name": "peerpod-relay-y", "labels": of("old"), "ownerReferences": owner},
+        "spec": {"nodeName": "front-1", "containers": [{"name": "relay", "image": "r.example/peerpod:v9.9.9"}]}});
+    let pods: Api<Pod> = Api::namespaced(world.client.clone(), HOME);
+    pods.create(&post, &from_value(pod).unwrap()).await.unwrap();
 }
 
 /// Writes the states as a node does, and an Event.

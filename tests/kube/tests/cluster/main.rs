@@ -9,6 +9,7 @@ mod check;
 mod controller;
 mod controller_world;
 mod crds;
+mod drain;
 mod faults;
 mod front_door;
 #[path = "../../../tests/images_common/mod.rs"]

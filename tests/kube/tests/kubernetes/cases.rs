@@ -1,6 +1,7 @@
 //! The cases: what users do with pods, each in a Kubernetes namespace of its own.
 
 pub(crate) mod claims;
+mod front_door;
 pub(crate) mod images;
 mod life;
 pub(crate) mod network;
@@ -131,6 +132,8 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("pod: sysctl", prints::sysctl),
     ("pod: hostAliases, hostname, dnsConfig", prints::names),
     ("pod: shared process namespace", prints::processes),
+    ("peerpod test", front_door::connectivity),
+    ("peerpod orphans by the node's pod", front_door::orphans),
 ];
 
 /// Cases of each kind, for CI and for VMs of libvirt.

@@ -287,9 +287,14 @@ impl Node {
         self.daemons.is_none()
     }
 
-    /// Returns the folder of the node's programs.
+    /// Returns the folder of the node's programs, which ends with the node.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Returns the folder of the daemons' sockets.
+    pub(crate) fn run_dir(&self) -> anyhow::Result<PathBuf> {
+        Ok(self.daemons.as_ref().context("the chart has the daemons")?.run_dir())
     }
 
     /// Returns the folder of the daemons' state.

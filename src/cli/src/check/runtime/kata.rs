@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{Handler, linked_shim};
 use crate::check::config::Config;
-use crate::check::item::{Area, Item, failed, skipped};
+use crate::item::{Area, Item, failed, skipped};
 use crate::check::{below, read, read_toml};
 
 /// One of Kata's two shims.
@@ -165,7 +165,7 @@ fn keys(shim: &Shim, table: &Value, handler: &Handler, socket: &str) -> Vec<Item
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::item::Verdict;
+    use crate::item::Verdict;
 
     const SOCKET: &str = "/run/peerpod/hypervisor.sock";
 

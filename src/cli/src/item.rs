@@ -1,16 +1,16 @@
-//! Results of `peerpod check`, and their text. Pure.
+//! Results of checks and tests, and the text of `peerpod check`. Pure.
 
 use serde::Serialize;
 
 use crate::output::safe;
 
 /// Page of the documents that has the anchors of all items.
-pub(super) const PAGE: &str = "docs/troubleshooting.md";
+pub(crate) const PAGE: &str = "docs/troubleshooting.md";
 
 /// Verdict on one item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     /// Nothing to do.
     Ok,
     /// Pods run, and something will matter later.
@@ -21,50 +21,69 @@ pub(super) enum Verdict {
     Skipped,
 }
 
+impl Verdict {
+    /// The sign in front of an item.
+    pub(crate) fn sign(self) -> char {
+        match self {
+            Verdict::Ok => '✓',
+            Verdict::Warning => '!',
+            Verdict::Failed => '✗',
+            Verdict::Skipped => '-',
+        }
+    }
+}
+
 /// Cause and remedy of an item that is not in order.
 #[derive(Clone, Debug)]
-pub(super) struct Fault {
-    verdict: Verdict,
-    cause: String,
-    remedy: String,
+pub(crate) struct Fault {
+    pub(crate) verdict: Verdict,
+    pub(crate) cause: String,
+    pub(crate) remedy: String,
+}
+
+impl Fault {
+    /// The fault of a failed item.
+    pub(crate) fn failed(cause: impl Into<String>, remedy: impl Into<String>) -> Fault {
+        Fault { verdict: Verdict::Failed, cause: cause.into(), remedy: remedy.into() }
+    }
 }
 
 /// Found state, or its fault.
-pub(super) type Outcome = Result<String, Fault>;
+pub(crate) type Outcome = Result<String, Fault>;
 
 /// Returns the outcome of a failed item.
-pub(super) fn failed(cause: impl Into<String>, remedy: impl Into<String>) -> Outcome {
-    Err(Fault { verdict: Verdict::Failed, cause: cause.into(), remedy: remedy.into() })
+pub(crate) fn failed(cause: impl Into<String>, remedy: impl Into<String>) -> Outcome {
+    Err(Fault::failed(cause, remedy))
 }
 
 /// Returns the outcome of an item that blocks nothing now.
-pub(super) fn warning(cause: impl Into<String>, remedy: impl Into<String>) -> Outcome {
+pub(crate) fn warning(cause: impl Into<String>, remedy: impl Into<String>) -> Outcome {
     Err(Fault { verdict: Verdict::Warning, cause: cause.into(), remedy: remedy.into() })
 }
 
 /// Returns the outcome of an item without facts.
-pub(super) fn skipped(cause: impl Into<String>) -> Outcome {
+pub(crate) fn skipped(cause: impl Into<String>) -> Outcome {
     Err(Fault { verdict: Verdict::Skipped, cause: cause.into(), remedy: String::new() })
 }
 
 /// One checked item.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Item {
+pub(crate) struct Item {
     /// Area and name, like `kernel/vxlan`.
-    pub(super) name: String,
-    pub(super) verdict: Verdict,
+    pub(crate) name: String,
+    pub(crate) verdict: Verdict,
     /// Found state, or the cause of the fault.
-    pub(super) cause: String,
+    pub(crate) cause: String,
     /// Empty where there is nothing to do.
     #[serde(skip_serializing_if = "String::is_empty")]
-    pub(super) remedy: String,
+    pub(crate) remedy: String,
     /// Place in the documents.
-    pub(super) docs: String,
+    pub(crate) docs: String,
 }
 
 /// Area of items; each has a section of the page.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Area {
+pub(crate) enum Area {
     Configuration,
     Kernel,
     Runtime,
@@ -77,7 +96,7 @@ pub(super) enum Area {
 
 impl Area {
     #[cfg(test)]
-    pub(super) const ALL: [Area; 8] = [
+    pub(crate) const ALL: [Area; 8] = [
         Area::Configuration,
         Area::Kernel,
         Area::Runtime,
@@ -102,12 +121,12 @@ impl Area {
     }
 
     /// Anchor of the section in [`PAGE`].
-    pub(super) fn anchor(self) -> String {
+    pub(crate) fn anchor(self) -> String {
         format!("check-{}", self.word())
     }
 
     /// Makes the item of an outcome.
-    pub(super) fn item(self, name: &str, outcome: Outcome) -> Item {
+    pub(crate) fn item(self, name: &str, outcome: Outcome) -> Item {
         let (verdict, cause, remedy) = match outcome {
             Ok(found) => (Verdict::Ok, found, String::new()),
             Err(Fault { verdict, cause, remedy }) => (verdict, cause, remedy),
@@ -119,29 +138,24 @@ impl Area {
 
 /// All items, with their summary.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Report {
-    pub(super) items: Vec<Item>,
-    pub(super) warnings: usize,
-    pub(super) failed: usize,
+pub(crate) struct Report {
+    pub(crate) items: Vec<Item>,
+    pub(crate) warnings: usize,
+    pub(crate) failed: usize,
 }
 
 impl Report {
-    pub(super) fn new(items: Vec<Item>) -> Report {
+    pub(crate) fn new(items: Vec<Item>) -> Report {
         let count = |verdict| items.iter().filter(|item| item.verdict == verdict).count();
         let (warnings, failed) = (count(Verdict::Warning), count(Verdict::Failed));
         Report { items, warnings, failed }
     }
 
     /// Renders one item per line, with remedy and place in the documents below each that is not in order.
-    pub(super) fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         for Item { name, verdict, cause, remedy, docs } in &self.items {
-            let sign = match verdict {
-                Verdict::Ok => '✓',
-                Verdict::Warning => '!',
-                Verdict::Failed => '✗',
-                Verdict::Skipped => '-',
-            };
+            let sign = verdict.sign();
             text += &format!("{}\n", safe(&format!("{sign} {name}: {cause}")));
             if !remedy.is_empty() {
                 text += &format!("    remedy: {}\n    see {docs}\n", safe(remedy));

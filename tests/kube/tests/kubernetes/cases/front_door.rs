@@ -1,0 +1,87 @@
+//! The command line with a kubeconfig, where it starts programs in pods.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use peerpod_test_kube::{NODE, program, servers};
+use serde_json::Value;
+
+use super::{Case, image};
+use crate::images_common::PORT;
+use crate::node::ADDRESS;
+
+/// Runs the command line with all rights. Returns its exit code, its output and its errors.
+fn peerpod(case: &Case<'_>, words: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+    let bin = case.node.folder().join(format!("bin-{}", case.namespace));
+    fs::create_dir(&bin)?;
+    let script = format!("#!/bin/sh\nexec {} kubectl \"$@\"\n", servers()?.display());
+    fs::write(bin.join("kubectl"), script)?;
+    fs::set_permissions(bin.join("kubectl"), fs::Permissions::from_mode(0o755))?;
+    let mut command = Command::new(program("peerpod")?);
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.args(words).env("PATH", format!("{}:{path}", bin.display()));
+    command.arg("--kubeconfig").arg(case.node.cluster.folder().join("admin.kubeconfig"));
+    let output = command.output()?;
+    let [text, errors] =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    Ok((output.status.code(), text, errors))
+}
+
+/// Returns the tests of a table with this sign.
+fn of(table: &str, sign: char) -> Vec<&str> {
+    let rows = table.lines().filter_map(|line| line.strip_prefix(sign));
+    rows.filter_map(|row| row.trim_start().split("  ").next()).collect()
+}
+
+/// The local provider's VMs have the node's kernel, and the node's CNI enforces no policy: all else must pass.
+pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
+    let ready = "{\"status\": {\"conditions\": [{\"type\": \"PeerPodsReady\", \"status\": \"True\"}]}}";
+    case.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=strategic", "-p", ready])?;
+    let egress = format!("{ADDRESS}:{PORT}");
+    let (code, table, errors) = peerpod(case, &["test", "--image", &image(), "--egress", &egress])?;
+    ensure!(of(&table, '✗') == ["own kernel"] && code == Some(1), "{code:?}\n{table}{errors}");
+    ensure!(of(&table, '-') == ["two nodes", "volume", "network policy"], "{table}");
+    let passed = of(&table, '✓');
+    for test in [
+        "start of peer-1",
+        "start of plain",
+        "logs",
+        "service from peer-2",
+        "DNS from peer-2",
+        "service from plain",
+        "pod peer-1 to peer-2",
+        "pod peer-1 to plain",
+        "pod plain to peer-1",
+        "port-forward",
+        "egress",
+        "clean-up",
+    ] {
+        ensure!(passed.contains(&test), "{test}: {table}");
+    }
+    let left = case.node.kubectl(&["get", "namespaces", "-o", "name"])?;
+    ensure!(!left.contains("peerpod-test-"), "{left}");
+    Ok(())
+}
+
+/// Runs the command line in a pod with the node's sockets, like that of the chart.
+pub(crate) fn orphans(case: &Case<'_>) -> anyhow::Result<()> {
+    let program = program("peerpod")?;
+    let run = case.node.run_dir()?;
+    case.apply(&format!(
+        "{{apiVersion: v1, kind: Pod, metadata: {{name: peerpod-node-x, labels: {{app.kubernetes.io/name: peerpod, \
+         app.kubernetes.io/component: node}}}}, spec: {{terminationGracePeriodSeconds: 1, containers: [{{name: node, \
+         image: IMAGE, command: [sleep, '1000'], volumeMounts: [{{name: program, mountPath: /usr/bin/peerpod}}, \
+         {{name: lib, mountPath: /lib}}, {{name: lib64, mountPath: /lib64}}, {{name: run, mountPath: /run/peerpod}}]}}], \
+         volumes: [{{name: program, hostPath: {{path: {}}}}}, {{name: lib, hostPath: {{path: /usr/lib}}}}, \
+         {{name: lib64, hostPath: {{path: /usr/lib64}}}}, {{name: run, hostPath: {{path: {}}}}}]}}}}",
+        program.display(),
+        run.display(),
+    ))?;
+    case.ready("peerpod-node-x")?;
+    let (code, text, errors) = peerpod(case, &["orphans", "-o", "json"])?;
+    let read: Value = serde_json::from_str(&text).with_context(|| format!("{text}{errors}"))?;
+    ensure!(code == Some(0) && read.is_array(), "{code:?} {text} {errors}");
+    Ok(())
+}
