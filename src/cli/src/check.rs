@@ -18,8 +18,8 @@ use peerpod_base::config::Sources;
 use peerpod_common::files;
 use serde_json::Value;
 
-use config::Config;
 use crate::item::{Item, Report};
+use config::Config;
 
 use crate::output::Output;
 
@@ -42,6 +42,9 @@ pub(crate) struct Args {
     /// The configuration file [default: PEERPOD_CONFIG, or else /etc/peerpod/peerpod.yaml if it exists]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// The account of the node's daemon, whose rights are asked for [default: this program's own]
+    #[arg(long, value_name = "NAMESPACE/NAME")]
+    account: Option<String>,
 }
 
 /// Checks everything and prints the items. Exit codes: 0 no fault, 1 a fault, 2 the configuration cannot be read.
@@ -63,7 +66,7 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
 }
 
 async fn check(args: &Args, config: &Config) -> Vec<Item> {
-    let (of_cluster, seen) = cluster::check(config, args.pre).await;
+    let (of_cluster, seen) = cluster::check(config, args.pre, args.account.as_deref()).await;
     let class = config.list("webhook.runtime-classes").into_iter().next().unwrap_or_default();
     let handler = seen.handler.unwrap_or(class);
     let mut items = kernel::check(&args.root, config);
@@ -73,7 +76,7 @@ async fn check(args: &Args, config: &Config) -> Vec<Item> {
         items.extend(network::daemons(config));
     }
     items.extend(network::check(config, args.pre, &seen.peers));
-    items.extend(provider::check(config, network::is_running(config)).await);
+    items.extend(provider::check(config, network::is_running(config), args.pre).await);
     items
 }
 

@@ -6,6 +6,7 @@
 
 use std::io::Write;
 use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use async_trait::async_trait;
 use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_cluster::SECTIONS;
+use peerpod_node::admin::SOCKET;
 use peerpod_node::config::NodeConfig;
 use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
@@ -87,8 +89,8 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
     let node_name = format!("check-{}-{}", std::process::id(), fresh());
     // Read once more for a provider that only lists and deletes; the mistakes are the same.
     let read_for = |purpose| read(sources.clone(), &folder, &node_name, purpose);
-    let both = read_for(Purpose::Create).and_then(|read| Ok((read, read_for(Purpose::Collect)?.0)));
-    let ((settings, log), collector) = match both {
+    let both = read_for(Purpose::Create).and_then(|read| Ok((read, read_for(Purpose::Collect)?.settings)));
+    let (ConfiguredCheck { settings, log, run_dir }, collector) = match both {
         Ok(read) => read,
         Err(mistakes) => {
             eprintln!("{mistakes}");
@@ -105,6 +107,15 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
              {all} in total, each deleted after a moment.\nThis may cost money. Pass --yes to run the test; \
              --crowd N lowers the number of VMs.",
             promises.len()
+        );
+        return Ok(ExitCode::from(NOT_DONE));
+    }
+    // Two providers of the node itself would share bridge and addresses, and so disturb each other's VMs.
+    if settings.is_free() && UnixStream::connect(run_dir.join(SOCKET)).is_ok() {
+        say!(
+            "provider {kind}: nothing was tested, because peerpod-node runs here ({}), and the VMs of both would have \
+             the same network. Stop peerpod-node and its VMs first, or test on another machine.",
+            run_dir.display()
         );
         return Ok(ExitCode::from(NOT_DONE));
     }
@@ -136,6 +147,14 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
 /// Number of cuts in each check that cuts calls off.
 const DROPS: u32 = 12;
 
+/// The parts of the configuration that a check needs.
+struct ConfiguredCheck {
+    settings: Settings,
+    log: LogConfig,
+    /// Folder with the sockets of a node that runs here.
+    run_dir: PathBuf,
+}
+
 /// Reads all sections, as the binaries do: a misspelled key in any section is a mistake. The socket of an external
 /// provider's program is in this command's folder, with one place for each of the two providers: the program of a
 /// running node may listen at the configured place.
@@ -144,7 +163,7 @@ fn read(
     folder: &Path,
     node_name: &str,
     purpose: Purpose,
-) -> Result<(Settings, LogConfig), Mistakes> {
+) -> Result<ConfiguredCheck, Mistakes> {
     let reader = Reader::load(sources.clone(), &SECTIONS, &[])?;
     if reader.is_set("provider.external.command") {
         let place = match purpose {
@@ -166,7 +185,7 @@ fn read(
     let settings = peerpod_providers::read(&mut reader, &context);
     let log = LogConfig::read(&mut reader);
     reader.finish()?;
-    Ok((settings, log))
+    Ok(ConfiguredCheck { settings, log, run_dir: node.run_dir })
 }
 
 /// Returns a random number, so that VMs left by an interrupted check are never taken for those of this one.

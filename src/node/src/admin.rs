@@ -26,6 +26,7 @@ use serde::Serialize;
 pub use answers::{Detail, NodeStatus, Orphan, RelayStatus, Sandbox, Stage};
 
 use crate::config::NodeConfig;
+use crate::preflight::Facts;
 use crate::relay_client::RelayClient;
 use crate::sandbox::phase::Phase;
 use crate::sandbox::ports::Guest;
@@ -46,16 +47,18 @@ pub(crate) struct AboutNode {
     installation: String,
     provider: String,
     relay_admin: SocketAddr,
+    facts: Facts,
 }
 
 impl AboutNode {
-    pub(crate) fn new(config: &NodeConfig, provider: &str, installation: &str) -> AboutNode {
+    pub(crate) fn new(config: &NodeConfig, provider: &str, installation: &str, facts: Facts) -> AboutNode {
         AboutNode {
             node: config.sandbox.node_name.clone(),
             cluster: config.sandbox.cluster_id.clone(),
             installation: installation.to_owned(),
             provider: provider.to_owned(),
             relay_admin: config.relay_admin,
+            facts,
         }
     }
 }
@@ -119,6 +122,7 @@ impl Questions {
             cluster: about.cluster.clone(),
             installation: about.installation.clone(),
             provider: about.provider.clone(),
+            preflight: about.facts.get(),
             is_ready: waiting.is_empty(),
             waiting,
             warnings: ready.warnings(),

@@ -35,6 +35,7 @@ use crate::metrics::Metrics;
 use crate::ports::{
     self, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings,
 };
+use crate::preflight::Facts;
 use crate::relay_client::{RelayClient, RelayIdentity};
 use crate::rotate::{self, SharedTrust};
 use crate::rpc::{self, Service};
@@ -171,7 +172,7 @@ async fn serve(
     let (admin, registry) =
         serve_admin(&config, cluster.as_ref(), registry, (&parts.trust, &sandboxes, &ready), &mut tasks)
             .await?;
-    let about = AboutNode::new(&config, parts.provider.name(), &installation);
+    let about = AboutNode::new(&config, parts.provider.name(), &installation, parts.facts.clone());
     let questions = Questions::new(about, sandboxes.clone(), parts.relay.clone(), ready.clone(), listed);
     let third = questions.serve(&config.run_dir, registry)?;
     let drain = Drain::default();
@@ -282,6 +283,7 @@ struct Parts {
     relay: RelayClient,
     trust: SharedTrust,
     addresses: GuestAddresses,
+    facts: Facts,
 }
 
 impl Parts {
@@ -343,15 +345,15 @@ impl Parts {
                 pull_secrets: config.secrets.clone().map(PullSecrets::new),
             }),
         };
-        Ok(Parts { ports, provider, tunnel, relay, trust, addresses })
+        Ok(Parts { ports, provider, tunnel, relay, trust, addresses, facts: Facts::default() })
     }
 
     /// Starts the provider's preflight, the client of the relay, and the supply of its descriptors.
     async fn start(&self, tasks: &mut Tasks, ready: &Ready) {
-        let Parts { provider, relay, addresses, tunnel, .. } = self;
+        let Parts { provider, relay, addresses, tunnel, facts, .. } = self;
         // Before the preflight, which may wait for a connection that is lost meanwhile.
         spawn(tasks, "readiness of the provider", report_provider(provider.health(), ready.clone()));
-        preflight::start(tasks, provider.clone(), addresses.clone(), ready).await;
+        preflight::start(tasks, provider.clone(), addresses.clone(), ready, facts).await;
         spawn(tasks, "relay client", relay.clone().run());
         spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
         if let Some(wireguard) = tunnel.wireguard().cloned() {

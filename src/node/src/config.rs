@@ -45,7 +45,7 @@ const DIRECT_VOLUMES_DIR: &str = "/run/kata-containers/shared/direct-volumes";
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
     /// `paths.run-dir`: folder of the sockets.
-    pub(crate) run_dir: PathBuf,
+    pub run_dir: PathBuf,
     /// `paths.state-dir`: folder of the ledger, the CA and the inbox.
     pub(crate) state_dir: PathBuf,
     pub(crate) relay_listen: SocketAddr,

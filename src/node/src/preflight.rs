@@ -1,7 +1,7 @@
 //! Asks the provider whether the node may make all later calls. The node is not ready until it has answered: the
 //! readiness shows since when the provider is asked, and its last error.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
@@ -21,20 +21,34 @@ const FIRST_ANSWER: Duration = Duration::from_secs(5);
 /// Pauses between two tries.
 const AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(10));
 
+/// Facts of the preflight, once the provider has no objection. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Facts(Arc<OnceLock<Vec<String>>>);
+
+impl Facts {
+    /// The facts so far.
+    pub(crate) fn get(&self) -> Vec<String> {
+        self.0.get().cloned().unwrap_or_default()
+    }
+}
+
 /// Starts the preflight, and returns at the provider's first answer, a refusal too, or after [`FIRST_ANSWER`].
 pub(crate) async fn start(
     tasks: &mut Tasks,
     provider: Arc<dyn Provider>,
     addresses: GuestAddresses,
     ready: &Ready,
+    facts: &Facts,
 ) {
-    let (blocked, ready) = (ready.block("provider"), ready.clone());
+    let (blocked, ready, facts) = (ready.block("provider"), ready.clone(), facts.clone());
     let (answered, first) = oneshot::channel();
     spawn(tasks, "preflight of the provider", async move {
         let found = ask(provider.as_ref(), &addresses, blocked, answered).await;
         if !found.warnings.is_empty() {
             ready.warn("provider", &found.warnings.join("; "));
         }
+        // One preflight passes in the life of the process, so the facts are not there yet.
+        facts.0.set(found.facts).ok();
         // The end of a task counts as a fault, and this one has completed.
         std::future::pending().await
     });
@@ -115,7 +129,8 @@ mod tests {
         }
         async fn preflight(&self) -> Result<Preflight, Error> {
             let answer = self.0.clone().wait_for(Option::is_some).await.unwrap().clone().unwrap();
-            answer.map(|()| Preflight { warnings: vec!["low".to_owned()], ..Preflight::default() })
+            let found = Preflight { facts: vec!["account 1".to_owned()], ..Preflight::default() };
+            answer.map(|()| Preflight { warnings: vec!["low".to_owned()], ..found })
         }
         async fn create(&self, _: &CreateRequest, _: &IdempotencyKey) -> Result<Created, Error> {
             Err(Error::transient("no VMs"))
@@ -139,7 +154,8 @@ mod tests {
         let provider = decorate(provider, DecoratorConfig::default(), &mut Registry::default());
         let (ready, mut tasks, began) = (Ready::default(), Tasks::new(), Instant::now());
         let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
-        start(&mut tasks, provider, addresses, &ready).await;
+        let facts = Facts::default();
+        start(&mut tasks, provider, addresses, &ready, &facts).await;
         assert_eq!(began.elapsed(), FIRST_ANSWER);
         let shown = || ready.waiting().remove("provider").unwrap_or_default();
         assert!(shown().starts_with("asking provider refusing since 2"), "{}", shown());
@@ -155,7 +171,7 @@ mod tests {
             sleep(Duration::from_millis(10)).await;
             assert!(refused.elapsed() < Duration::from_secs(15), "{}", shown());
         }
-        assert_eq!(ready.warnings()["provider"], "low");
+        assert_eq!((&*ready.warnings()["provider"], facts.get()), ("low", vec!["account 1".to_owned()]));
     }
 
     #[tokio::test(start_paused = true)]
@@ -163,7 +179,7 @@ mod tests {
         let (_answer, answers) = watch::channel(Some(Err(Error::transient("no"))));
         let (ready, mut tasks, began) = (Ready::default(), Tasks::new(), Instant::now());
         let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
-        start(&mut tasks, Arc::new(Refusing(answers)), addresses, &ready).await;
+        start(&mut tasks, Arc::new(Refusing(answers)), addresses, &ready, &Facts::default()).await;
         assert_eq!(began.elapsed(), Duration::ZERO);
         assert!(ready.waiting()["provider"].starts_with("no (asked since"), "{:?}", ready.waiting());
     }

@@ -1,50 +1,29 @@
 //! Checks the cluster: API server and clock, custom resources, RuntimeClass, rights, nodes and versions. Reads only.
 
+mod rights;
+
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use futures_util::future::join_all;
 use hyper::Request;
 use k8s_openapi::api::apps::v1::DaemonSet;
-use k8s_openapi::api::authorization::v1::{
-    ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec,
-};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::node::v1::RuntimeClass;
-use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use k8s_openapi::jiff::Timestamp;
 use k8s_openapi::jiff::fmt::rfc2822::DateTimeParser;
-use kube::api::{ListParams, PostParams};
+use kube::api::ListParams;
 use kube::client::Body;
 use kube::{Api, Client};
 use peerpod_kube::client::{Error, connect, within};
 use peerpod_kube::crds;
 
 use super::config::Config;
-use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 use super::network::MOST_PEERS;
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// Deviation of the clocks in seconds that is named, and one that makes tickets and certificates fail.
 const SKEW: (i64, i64) = (5, 60);
-/// Rights of a node's daemon in the cluster and in its own namespace, as the chart gives them.
-const NODE_RIGHTS: [&str; 2] = [
-    include_str!("../../../../deploy/chart/files/rbac/node.yaml"),
-    include_str!("../../../../deploy/chart/files/rbac/node-own.yaml"),
-];
-/// Group and resource of the objects that an installation makes.
-const INSTALLED: [(&str, &str); 9] = [
-    ("", "namespaces"),
-    ("", "serviceaccounts"),
-    ("apiextensions.k8s.io", "customresourcedefinitions"),
-    ("apps", "daemonsets"),
-    ("apps", "deployments"),
-    ("node.k8s.io", "runtimeclasses"),
-    ("rbac.authorization.k8s.io", "clusterroles"),
-    ("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
-    ("admissionregistration.k8s.io", "validatingadmissionpolicies"),
-];
-
 /// Facts of the cluster that other checks need.
 #[derive(Default)]
 pub(super) struct Seen {
@@ -56,8 +35,8 @@ pub(super) struct Seen {
     pub(super) peers: Vec<IpAddr>,
 }
 
-/// Checks the cluster, if one is configured.
-pub(super) async fn check(config: &Config, pre: bool) -> (Vec<Item>, Seen) {
+/// Checks the cluster, if one is configured. `account`: that of the node's daemon, if it is not this program's.
+pub(super) async fn check(config: &Config, pre: bool, account: Option<&str>) -> (Vec<Item>, Seen) {
     let kubeconfig = Some(config.text("kubernetes.kubeconfig")).filter(|path| !path.is_empty());
     let client = connect(kubeconfig.clone().map(PathBuf::from).as_deref()).await;
     let client = match client {
@@ -95,7 +74,7 @@ pub(super) async fn check(config: &Config, pre: bool) -> (Vec<Item>, Seen) {
         Area::Cluster
             .item("runtime-class", outcome(class, |class| runtime_class(class.as_ref(), &name, pre))),
     );
-    items.push(Area::Cluster.item("rights", rights(&client, config, pre).await));
+    items.push(Area::Cluster.item("rights", rights::check(&client, config, pre, account).await));
     if let Ok(nodes) = &nodes {
         let own = config.text("cluster.node-name");
         let resource = config.text("cluster.extended-resource");
@@ -182,87 +161,6 @@ fn runtime_class(class: Option<&RuntimeClass>, name: &str, pre: bool) -> Outcome
         return warning(format!("{text}, so Helm refuses to make it"), remedy);
     }
     Ok(text)
-}
-
-/// Asks for each right of an installation, or of a node's daemon.
-async fn rights(client: &Client, config: &Config, pre: bool) -> Outcome {
-    let namespace = Some(config.text("cluster.namespace")).filter(|name| !name.is_empty());
-    let namespace = namespace.unwrap_or_else(|| client.default_namespace().to_owned());
-    let asked: Vec<ResourceAttributes> = if pre {
-        let right = |(group, resource): (&str, &str)| attributes(group, resource, "create", None, None);
-        INSTALLED.into_iter().map(right).collect()
-    } else {
-        let [all, own] = NODE_RIGHTS.map(of_rules);
-        let own =
-            own.into_iter().map(|right| ResourceAttributes { namespace: Some(namespace.clone()), ..right });
-        all.into_iter().chain(own).collect()
-    };
-    let reviews: Api<SelfSubjectAccessReview> = Api::all(client.clone());
-    let answers = join_all(asked.iter().map(|right| {
-        let spec =
-            SelfSubjectAccessReviewSpec { resource_attributes: Some(right.clone()), ..Default::default() };
-        let review = SelfSubjectAccessReview { spec, ..Default::default() };
-        let reviews = &reviews;
-        async move { within("ask for a right", reviews.create(&PostParams::default(), &review)).await }
-    }));
-    let mut missing = Vec::new();
-    for (right, answer) in asked.iter().zip(answers.await) {
-        match answer {
-            Ok(review) if review.status.as_ref().is_some_and(|status| status.allowed) => {}
-            Ok(_) => missing.push(shown(right)),
-            Err(why) => return failed(why.to_string(), "see the cause, and try again"),
-        }
-    }
-    if missing.is_empty() {
-        return Ok(format!("all {} rights are there", asked.len()));
-    }
-    let remedy = match pre {
-        true => "install with an account that may make these, like one with the role cluster-admin",
-        false => "give this account the rules in deploy/chart/files/rbac/node.yaml and node-own.yaml",
-    };
-    failed(format!("this account may not {}", missing.join(", ")), remedy)
-}
-
-fn attributes(
-    group: &str,
-    resource: &str,
-    verb: &str,
-    subresource: Option<&str>,
-    name: Option<String>,
-) -> ResourceAttributes {
-    ResourceAttributes {
-        group: Some(group.to_owned()),
-        resource: Some(resource.to_owned()),
-        subresource: subresource.map(str::to_owned),
-        verb: Some(verb.to_owned()),
-        name,
-        ..ResourceAttributes::default()
-    }
-}
-
-fn shown(right: &ResourceAttributes) -> String {
-    let part = |text: &Option<String>| text.clone().unwrap_or_default();
-    let below = right.subresource.as_ref().map(|part| format!("/{part}")).unwrap_or_default();
-    format!("{} {}{below}", part(&right.verb), part(&right.resource))
-}
-
-/// Returns the single rights of the chart's rules.
-fn of_rules(text: &str) -> Vec<ResourceAttributes> {
-    let rules: Vec<PolicyRule> = serde_yaml::from_str(text).unwrap_or_default();
-    let mut rights = Vec::new();
-    for rule in &rules {
-        for group in rule.api_groups.iter().flatten() {
-            for resource in rule.resources.iter().flatten() {
-                let (resource, below) =
-                    resource.split_once('/').map_or((resource.as_str(), None), |(r, s)| (r, Some(s)));
-                let name = rule.resource_names.as_ref().and_then(|names| names.first().cloned());
-                rights.extend(
-                    rule.verbs.iter().map(|verb| attributes(group, resource, verb, below, name.clone())),
-                );
-            }
-        }
-    }
-    rights
 }
 
 fn name_of(node: &Node) -> &str {
@@ -443,15 +341,5 @@ mod tests {
         let (seen, why) = verdict(definitions(&crds::all().into_iter().skip(1).collect::<Vec<_>>()));
         assert!(seen == Verdict::Failed && why.contains("peerpod-cluster crds"), "{why}");
         assert_eq!(verdict(definitions(&crds::all())).0, Verdict::Ok);
-    }
-
-    #[test]
-    fn every_rule_of_the_chart_becomes_single_rights() {
-        let [all, own] = NODE_RIGHTS.map(of_rules);
-        let all: Vec<String> = all.iter().map(shown).collect();
-        for right in ["patch nodes/status", "create events", "delete peerpods", "get namespaces"] {
-            assert!(all.contains(&right.to_owned()), "{right} in {all:?}");
-        }
-        assert_eq!(own.len(), 3);
     }
 }

@@ -6,8 +6,8 @@ use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_cluster::SECTIONS;
 use serde_json::Value;
 
-use crate::item::{Area, Item, failed};
 use crate::config::ask;
+use crate::item::{Area, Item, failed};
 
 /// Effective values by key. A mistaken value is the default.
 pub(super) struct Config {

@@ -1,5 +1,7 @@
 //! Checks ports, other nodes, and the MTU of the node's network. Opens sockets only.
 
+mod path;
+
 use std::fs::read_to_string;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -31,6 +33,7 @@ pub(super) fn check(config: &Config, pre: bool, peers: &[IpAddr]) -> Vec<Item> {
     }
     if !pre {
         items.push(Area::Network.item("other-nodes", others(config, peers)));
+        items.push(Area::Network.item("path-mtu", path::check(&relays(config, peers), uplink())));
     }
     items.push(Area::Network.item("mtu", mtu(uplink())));
     items
@@ -115,16 +118,19 @@ fn free(key: &str, address: &str, bound: io::Result<()>) -> Outcome {
     }
 }
 
+/// Addresses of the relays of other nodes, by this node's port.
+fn relays(config: &Config, peers: &[IpAddr]) -> Vec<SocketAddr> {
+    let port = config.port("relay.listen").unwrap_or_default();
+    peers.iter().map(|peer| SocketAddr::new(*peer, port)).collect()
+}
+
 /// Dials the relays of other nodes: each node's check does that, so both ways are tried.
 fn others(config: &Config, peers: &[IpAddr]) -> Outcome {
     let port = config.port("relay.listen").unwrap_or_default();
-    let silent: Vec<String> = peers
-        .iter()
-        .filter_map(|peer| {
-            let address = SocketAddr::new(*peer, port);
-            TcpStream::connect_timeout(&address, CONNECT).err().map(|why| format!("{address} ({why})"))
-        })
-        .collect();
+    let refusal = |address: &SocketAddr| {
+        TcpStream::connect_timeout(address, CONNECT).err().map(|why| format!("{address} ({why})"))
+    };
+    let silent: Vec<String> = relays(config, peers).iter().filter_map(refusal).collect();
     if peers.is_empty() {
         return skipped("no other node with peer pods is known here");
     }

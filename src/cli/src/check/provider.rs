@@ -1,27 +1,34 @@
-//! Checks the configured provider by its preflight, which makes nothing. The check is a node of its own (`check-…`), so
-//! it finds and removes nothing of a running node.
+//! Checks the configured provider by its preflight, which makes nothing. Beside a running node the check sends the
+//! provider nothing: the node reports the answer that it got. Before an installation the check is a node of its own
+//! (`check-…`).
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::time::Duration;
 
+use peerpod_base::chain::chain;
 use peerpod_base::config::Reader;
 use peerpod_cluster::SECTIONS;
+use peerpod_node::admin::{NodeStatus, SOCKET};
 use peerpod_provider_api::Preflight;
 use peerpod_providers::{Context, Purpose};
 
 use super::config::Config;
-use crate::item::{Area, Item, failed, skipped, warning};
 use crate::config::ask;
+use crate::item::{Area, Item, failed, skipped, warning};
 use crate::provider::fresh;
+use crate::source::Node;
 
 /// Time limit of the preflight.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// Runs the provider's preflight. Beside a running node, a provider with VMs on the node itself is not asked: its
-/// networks belong to that node's daemon.
-pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
+/// Takes the preflight's answer from the node that runs here, or runs the preflight. Before an installation (`pre`),
+/// beside another node, a provider with VMs on the node itself is not asked: its networks belong to that node's daemon.
+pub(super) async fn check(config: &Config, is_running: bool, pre: bool) -> Vec<Item> {
+    if is_running && !pre {
+        return of_node(config).await;
+    }
     // A folder that another user made first is refused.
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}-{}", std::process::id(), fresh()));
     if let Err(why) = DirBuilder::new().mode(0o700).create(&folder) {
@@ -33,6 +40,27 @@ pub(super) async fn check(config: &Config, is_running: bool) -> Vec<Item> {
     let items = ask_provider(config, is_running, &folder).await;
     drop(std::fs::remove_dir_all(&folder));
     items
+}
+
+/// Asks the node for the answer that its provider gave.
+async fn of_node(config: &Config) -> Vec<Item> {
+    let socket = Path::new(&config.text("paths.run-dir")).join(SOCKET);
+    let status: NodeStatus = match Node::new(socket).get("/v1/node").await {
+        Ok(status) => status,
+        Err(why) => {
+            let why = format!("peerpod-node has the provider's answer: {}", chain(why.as_ref()));
+            return vec![Area::Provider.item(&config.text("provider.kind"), skipped(why))];
+        }
+    };
+    let NodeStatus { provider, preflight, waiting, warnings, .. } = status;
+    let answer = match waiting.get("provider") {
+        Some(why) => Err(why.clone()),
+        None => {
+            let warnings = warnings.get("provider").cloned().into_iter().collect();
+            Ok(Preflight { facts: preflight, warnings, ..Preflight::default() })
+        }
+    };
+    items(&provider, answer)
 }
 
 /// Runs the preflight with this folder for the provider's records.
@@ -77,7 +105,9 @@ fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
     let (special, others): (Vec<_>, Vec<_>) =
         found.facts.iter().partition(|fact| fact.starts_with("image ") || fact.starts_with("quota "));
     let others: Vec<&str> = others.into_iter().map(String::as_str).collect();
-    let mut items = vec![Area::Provider.item(kind, Ok(others.join("; ")))];
+    let text =
+        if others.is_empty() { "the preflight finds no obstacle".to_owned() } else { others.join("; ") };
+    let mut items = vec![Area::Provider.item(kind, Ok(text))];
     for fact in special {
         let name = fact.split(' ').next().unwrap_or_default();
         items.push(Area::Provider.item(name, Ok(fact.clone())));

@@ -8,8 +8,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::config::Config;
-use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 use super::{below, read_toml};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// Configurations of container runtimes; the first one that is there counts.
 const FILES: [(&str, Kind); 4] = [

@@ -127,7 +127,8 @@ mod tests {
 
     #[test]
     fn a_pod_that_has_ended_or_is_ending_is_not_evicted() {
-        let found = |pod: Pod| Found { name: "a/b".to_owned(), vm: None, pod: Some(pod), key: "u".to_owned() };
+        let found =
+            |pod: Pod| Found { name: "a/b".to_owned(), vm: None, pod: Some(pod), key: "u".to_owned() };
         let mut one = pod(owned("ReplicaSet"), json!([]));
         assert!(found(one.clone()).evictable().is_some() && wants_vm(one.spec.as_ref().unwrap()));
         one.status = Some(from_value(json!({"phase": "Succeeded"})).unwrap());

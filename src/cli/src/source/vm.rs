@@ -77,6 +77,8 @@ impl Vm {
             ("netns", netns.map(|path| path.display().to_string())),
             ("volumes", Some(volumes.join(", "))),
             ("type", detail.instance_type),
+            ("zone", detail.zone),
+            ("market", detail.market),
             ("image", detail.image),
             ("guest", Some(guest)),
             ("gone", detail.gone_ms.and_then(time).map(|at| at.to_string())),

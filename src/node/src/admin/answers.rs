@@ -28,6 +28,9 @@ pub struct NodeStatus {
     pub installation: String,
     /// Name of the provider.
     pub provider: String,
+    /// Facts of the provider's preflight, once it has passed.
+    #[serde(default)]
+    pub preflight: Vec<String>,
     /// Whether a pod could start now.
     #[serde(rename = "ready")]
     pub is_ready: bool,
@@ -114,9 +117,15 @@ pub struct Detail {
     pub netns: Option<PathBuf>,
     /// Ids of the pod's CSI volumes.
     pub volumes: Vec<String>,
-    /// The wanted instance type, until the sandbox runs.
+    /// The VM's type, as the provider chose it; until then the wanted one.
     pub instance_type: Option<String>,
-    /// The wanted image, if it is not the configured one; until the sandbox runs.
+    /// The VM's zone, if the provider has zones.
+    #[serde(default)]
+    pub zone: Option<String>,
+    /// The VM's pricing model, if the provider has several.
+    #[serde(default)]
+    pub market: Option<String>,
+    /// The VM's image, as the provider chose it; until then the wanted one, if it is not the configured one.
     pub image: Option<String>,
     /// Whether the guest has a link to the relay.
     pub guest_connected: bool,
@@ -134,6 +143,7 @@ pub struct Detail {
 impl Detail {
     pub(crate) fn of(record: &Record, guest: &Guest, faults: &[String]) -> Detail {
         let request = record.wanted.request.as_ref();
+        let chosen = record.offering().unwrap_or_default();
         let stages = record.stages.iter();
         let volumes = record.volumes.iter().flat_map(|volumes| &volumes.volumes);
         Detail {
@@ -143,8 +153,10 @@ impl Detail {
             addresses: record.addresses.clone(),
             netns: record.netns.as_ref().map(|netns| netns.path.clone()),
             volumes: volumes.map(|one| one.volume.id.as_str().to_owned()).collect(),
-            instance_type: request.and_then(|request| request.instance_type.clone()),
-            image: request.and_then(|request| request.image.clone()),
+            instance_type: chosen.instance_type.or_else(|| request?.instance_type.clone()),
+            zone: chosen.zone,
+            market: chosen.market.map(|market| market.word().to_owned()),
+            image: chosen.image.or_else(|| request?.image.clone()),
             guest_connected: guest.connected,
             guest_address: guest.address,
             stages: stages.map(|stage| Stage { name: stage.name.clone(), at_ms: stage.at_ms }).collect(),

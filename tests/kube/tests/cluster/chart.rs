@@ -134,6 +134,11 @@ fn metrics_are_served_and_found_by_the_values() {
     assert_eq!(found, ["PodMonitor", "PrometheusRule", "ServiceMonitor"]);
     for object in all.iter().filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1") {
         assert_eq!(object["metadata"]["labels"]["team"], "a", "{object}");
+        if object["kind"] == "ServiceMonitor" {
+            let endpoint = &object["spec"]["endpoints"][0];
+            let of_chart = json!({"credentials": {"name": "peerpod-scraper", "key": "token"}});
+            assert_eq!((&endpoint["authorization"], &endpoint["bearerTokenFile"]), (&of_chart, &Value::Null));
+        }
         if object["kind"] == "PrometheusRule" {
             assert!(object["spec"]["groups"][0]["rules"][0]["alert"].is_string(), "{object}");
         }
@@ -379,9 +384,10 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
 }
 
-/// Renders the Job of `peerpod check`: it has the rights of the node's daemon, and changes no file of the node.
+/// Renders the Job of `peerpod check`: it is confined as the node's daemon, has an account of its own that only reads,
+/// and changes no file of the node.
 #[test]
-fn the_check_is_a_job_with_the_nodes_rights() {
+fn the_check_is_a_job_with_an_account_of_its_own() {
     let home = Home::new("check");
     assert!(object(&render(&home.0, &[]).unwrap(), "Job", "peerpod-check-1").is_err());
     let more = ["--set", "check.enabled=true", "--set", "check.nodes=3"];
@@ -392,18 +398,34 @@ fn the_check_is_a_job_with_the_nodes_rights() {
         &job["spec"]["template"]["spec"],
         &object(&all, "DaemonSet", "peerpod-node").unwrap()["spec"]["template"]["spec"],
     );
-    for same in ["serviceAccountName", "nodeSelector", "tolerations", "hostNetwork", "securityContext"] {
+    for same in ["nodeSelector", "tolerations", "hostNetwork", "securityContext"] {
         assert_eq!(spec[same], node[same], "{same}");
     }
+    assert_eq!(
+        (&spec["serviceAccountName"], &node["serviceAccountName"]),
+        (&json!("peerpod-check"), &json!("peerpod-node"))
+    );
+    let subjects = |name: &str| object(&all, "ClusterRoleBinding", name).unwrap()["subjects"].clone();
+    assert_eq!(
+        (&subjects("peerpod-check")[0]["name"], subjects("peerpod-check").as_array().unwrap().len()),
+        (&json!("peerpod-check"), 1)
+    );
+    assert!(!subjects("peerpod-node").to_string().contains("peerpod-check"));
     let container = &spec["containers"][0];
     assert_eq!(container["securityContext"], node["containers"][0]["securityContext"]);
-    assert_eq!(container["command"], json!(["/usr/bin/peerpod", "check", "--root", "/host"]));
+    let account = format!("{NAMESPACE}/peerpod-node");
+    assert_eq!(
+        container["command"],
+        json!(["/usr/bin/peerpod", "check", "--root", "/host", "--account", account])
+    );
     for mount in container["volumeMounts"].as_array().unwrap() {
         assert!(mount["readOnly"] == true || mount["mountPath"] == "/tmp", "{mount}");
     }
     let rules = &object(&all, "ClusterRole", "peerpod-check").unwrap()["rules"];
     for rule in rules.as_array().unwrap() {
-        let reads = |verb: &Value| ["get", "list"].contains(&verb.as_str().unwrap());
+        // A review is an answer, and no object.
+        let is_review = rule["resources"] == json!(["subjectaccessreviews"]);
+        let reads = |verb: &Value| is_review || ["get", "list"].contains(&verb.as_str().unwrap());
         assert!(rule["verbs"].as_array().unwrap().iter().all(reads), "{rule}");
     }
     assert!(render(&home.0, &["--set", "check.nodes=0"]).is_err());

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use peerpod_test_kube::{program, project, wait_for};
+use peerpod_test_reference::capture;
 use peerpod_world::Settings;
 use serde_json::Value;
 
-use super::node_common::{LIMIT, NODE, Rig};
+use super::node_common::{LIMIT, NODE, OWN, Rig};
 
 const CONTAINERD: &str = "etc/containerd/config.toml";
 const HANDLER: &str = "etc/containerd/conf.d/kata-remote.toml";
@@ -79,6 +80,15 @@ impl Node<'_> {
         Report { items: read["items"].as_array().unwrap().clone(), code: output.status.code() }
     }
 
+    /// Returns the text of a check, with the paths of a real node.
+    fn text(&self) -> String {
+        let text = String::from_utf8(self.output(&self.admin(), &[]).stdout).unwrap();
+        let program = program("peerpod").unwrap();
+        let [root, world, programs] = [&*self.root, self.rig.world.folder(), program.parent().unwrap()]
+            .map(|folder| folder.to_str().unwrap());
+        text.replace(root, "").replace(world, "").replace(programs, "/usr/bin")
+    }
+
     fn output(&self, kubeconfig: &Path, more: &[&str]) -> std::process::Output {
         let mut command = Command::new(program("peerpod").unwrap());
         command.arg("check").arg("--config").arg(self.rig.daemons.config()).arg("--root").arg(&self.root);
@@ -117,6 +127,7 @@ async fn a_check_names_each_fault_and_its_remedy() {
     let node = Node { rig: &rig, root: root.clone() };
     node.heal();
     node.runtime("1.7.24");
+    another_node(&rig);
     let mut report = node.check(&node.admin(), &[]);
     // The condition follows the capacity.
     wait_for("a node without faults", LIMIT, async || {
@@ -130,11 +141,16 @@ async fn a_check_names_each_fault_and_its_remedy() {
     let known =
         |text: &String| text.contains("VM sizes are not enforced") || text.contains("kernel/localhost");
     assert!(warnings.iter().all(known), "{warnings:#?}");
-    let text = String::from_utf8(node.output(&node.admin(), &[]).stdout).unwrap();
-    println!("{text}");
+    let text = node.text();
+    capture("check of a healthy node", "peerpod check", &text).unwrap();
     assert!(text.contains("✓ kata/configuration") && text.contains(" 0 faults"), "{text}");
+    // The relay's own answers, and the provider's by the node.
+    for part in ["✓ network/path-mtu: full packets reach", "✓ network/other-nodes", "✓ provider/"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
     peerpod_tests::report("check_items", report.items.len() as f64);
 
+    account_of_the_chart(&node).await;
     faults_of_the_files(&node);
     faults_of_the_cluster(&node);
     // Before an installation the daemons' ports are free.
@@ -160,6 +176,33 @@ async fn a_check_names_each_fault_and_its_remedy() {
     report.names("daemons/hypervisor-socket", "start peerpod-relay");
     report.names("daemons/node relay", "log of peerpod-node");
     report.names("daemons/relay", "start peerpod-relay");
+}
+
+/// Checks with the rights of the chart's account alone: no item stays unchecked for want of a right.
+async fn account_of_the_chart(node: &Node<'_>) {
+    let cluster = &node.rig.cluster;
+    let rules = fs::read_to_string(project("deploy/chart/files/rbac/check.yaml")).unwrap();
+    cluster.service_account(OWN, "peerpod-check", serde_yaml::from_str(&rules).unwrap()).await.unwrap();
+    let token = cluster.token(OWN, "peerpod-check", &[], None).await.unwrap();
+    let kubeconfig = cluster.folder().join("check.kubeconfig");
+    fs::write(&kubeconfig, cluster.kubeconfig(&token)).unwrap();
+    let report = node.check(&kubeconfig, &["--account", &format!("{OWN}/peerpod-node")]);
+    // The rig's account of the node has no right in the group events.k8s.io.
+    let failed = report.of("failed");
+    assert!(failed.len() == 1 && failed[0].contains("cluster/rights"), "{failed:#?}");
+    let skipped = report.of("skipped");
+    assert!(!skipped.iter().any(|item| item.contains("forbidden")), "{skipped:#?}");
+}
+
+/// Makes another node, whose address leads to the relay of the first one.
+fn another_node(rig: &Rig) {
+    rig.apply(&serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "worker-2"}}));
+    let status = serde_json::json!({"status": {
+        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}], "capacity": {"kata.peerpods.io/vm": "50"},
+    }});
+    let words =
+        ["patch", "node", "worker-2", "--subresource=status", "--type=merge", "-p", &status.to_string()];
+    rig.cluster.kubectl(&words).unwrap();
 }
 
 /// Breaks the runtime's and Kata's files, one after another.
@@ -191,9 +234,16 @@ fn faults_of_the_files(node: &Node<'_>) {
 /// Takes objects and rights of the cluster away.
 fn faults_of_the_cluster(node: &Node<'_>) {
     let (admin, cluster) = (node.admin(), &node.rig.cluster);
-    // The rig's account has no right in the group events.k8s.io.
-    let report = node.check(&cluster.folder().join("node.kubeconfig"), &[]);
-    report.names("cluster/rights", "deploy/chart/files/rbac/node.yaml");
+    // The rig's account has no right in the group events.k8s.io; another account may ask for that.
+    let account = format!("{OWN}/peerpod-node");
+    for (kubeconfig, more) in
+        [(cluster.folder().join("node.kubeconfig"), &[][..]), (node.admin(), &["--account", &*account])]
+    {
+        let report = node.check(&kubeconfig, more);
+        report.names("cluster/rights", "deploy/chart/files/rbac/node.yaml");
+        let cause = report.of("failed").into_iter().find(|item| item.contains("cluster/rights"));
+        assert!(cause.is_some_and(|cause| more.is_empty() || cause.contains(&account)), "{more:?}");
+    }
     let away = fs::read_to_string(&admin).unwrap().replace(&format!(":{}", cluster.port()), ":1");
     let file = cluster.folder().join("away.kubeconfig");
     fs::write(&file, away).unwrap();

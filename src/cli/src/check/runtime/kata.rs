@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use super::{Handler, linked_shim};
 use crate::check::config::Config;
-use crate::item::{Area, Item, failed, skipped};
 use crate::check::{below, read, read_toml};
+use crate::item::{Area, Item, failed, skipped};
 
 /// One of Kata's two shims.
 #[derive(Debug)]
