@@ -204,10 +204,11 @@ impl Bench {
 
 impl Results {
     fn text(&self) -> String {
-        let mut table = Table::new(&["", "TEST", "TIME", "RESULT"]);
+        let mut table = Table::new(&["  TEST", "TIME", "RESULT"]);
         for row in &self.tests {
             let time = format!("{}.{} s", row.took_ms / 1000, row.took_ms % 1000 / 100);
-            table.row([row.verdict.sign().to_string(), row.test.clone(), time, row.cause.clone()]);
+            let test = format!("{} {}", row.verdict.sign(), row.test);
+            table.row([test, time, row.cause.clone()]);
         }
         let mut text = format!("\n{table}");
         for row in self.tests.iter().filter(|row| !row.remedy.is_empty()) {

@@ -9,6 +9,7 @@ use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
 use peerpod_test_kube::{program, wait_for};
+use peerpod_test_reference::capture;
 use serde_json::{Value, from_value, json};
 
 use super::controller_world::{LIMIT, World};
@@ -147,7 +148,7 @@ pub(super) async fn drains(world: &World) {
     let done = done.unwrap().unwrap();
     let text = String::from_utf8_lossy(&done.stdout);
     assert_eq!(done.status.code(), Some(0), "{text}{}", String::from_utf8_lossy(&done.stderr));
-    println!("{text}");
+    capture("drain", "peerpod drain drain-1 --force", &text).unwrap();
     assert!(text.contains("kubectl uncordon drain-1") && text.matches("vm-web").count() == 1, "{text}");
     assert_eq!((cloud.has("vm-web"), cloud.has("vm-bare"), cloud.has("vm-elsewhere")), (false, false, true));
     let pods: Api<Pod> = Api::namespaced(world.client.clone(), NS);

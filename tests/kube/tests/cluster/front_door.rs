@@ -14,6 +14,7 @@ use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
 use peerpod_kube::heartbeat;
 use peerpod_test_kube::{program, wait_for};
+use peerpod_test_reference::capture;
 use serde_json::{Value, from_value, json};
 
 use super::controller_world::{HOME, LIMIT, World};
@@ -78,7 +79,7 @@ pub(super) async fn shows(world: &World) {
     ] {
         assert!(status.contains(part), "{part}: {status}");
     }
-    println!("{status}");
+    capture("status of a cluster", "peerpod status", &status).unwrap();
     let list = read(world, &["list", "-o", "json"]);
     let ours: Vec<&Value> = list.as_array().unwrap().iter().filter(|one| one["node"] == "front-1").collect();
     assert_eq!(ours.len(), 2, "{list}");
