@@ -1,5 +1,5 @@
-// Sends JSON through Microsoft's models of Azure's resources and back, and names what the models do not know. Standard
-// input has one {"type": …, "body": …} per line; standard output has one list of the differences per line.
+// Sends JSON through the models of Microsoft (Azure) and IBM (PowerVS) and back, and names what the models do not know.
+// Standard input has one {"type": …, "body": …} per line; standard output has one list of the differences per line.
 package main
 
 import (
@@ -138,7 +138,11 @@ func differences(kind string, body json.RawMessage) []string {
 	}
 	found := []string{}
 	compare(kind, ours, theirs, &found)
-	misnamed(kind, reflect.ValueOf(made), &found)
+	if checked, is := made.(validated); is {
+		refused(kind, checked, &found)
+	} else {
+		misnamed(kind, reflect.ValueOf(made), &found)
+	}
 	sort.Strings(found)
 	return found
 }

@@ -10,6 +10,7 @@
 //! * [`Gcp`]: Google's Compute Engine with instances, bulk inserts, disks, operations and machine types, and the
 //!   services that issue tokens.
 //! * [`IbmCloud`]: IBM Cloud's VPC API with instances, volumes and profiles, [`iam`] and Global Tagging.
+//! * [`PowerVs`]: IBM Power Virtual Server with VMs, networks and DHCP leases.
 //! * [`witness`]: the vendors' models and clients.
 //!
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
@@ -26,6 +27,7 @@ mod faults;
 pub mod gcp;
 pub mod iam;
 pub mod ibmcloud;
+pub mod powervs;
 mod rates;
 mod server;
 mod store;
@@ -41,6 +43,7 @@ pub use fake::{Answer, Fake, Request, World, pairs};
 pub use faults::{Fault, Faults};
 pub use gcp::Gcp;
 pub use ibmcloud::IbmCloud;
+pub use powervs::PowerVs;
 pub use rates::{Rate, Rates};
 pub use server::listen;
 pub use store::{Store, Stored};

@@ -1,6 +1,7 @@
 //! Asks the vendors' models and clients, which [`crate`]'s `setup` makes once from PyPI and Go modules.
 //!
-//! * [`azure_models`]: Microsoft's Go models. They name each field of a request or an answer that they do not know.
+//! * [`azure_models`], [`power_models`]: the Go models of Microsoft, and of IBM for PowerVS. They name each field of a
+//!   request or an answer that they do not know.
 //! * [`google_document`]: Google's discovery document. It checks paths, parameters, bodies and answers.
 //! * [`alibaba_models`]: Alibaba Cloud's Python models and signer. They name each parameter and member that they do not
 //!   know, and each signature that differs from theirs.
@@ -58,8 +59,15 @@ fn azure_types(action: &str) -> (&'static str, &'static str) {
 /// # Errors
 /// When the models cannot be built, or the program fails.
 pub fn azure_models(calls: &[Call]) -> anyhow::Result<Vec<String>> {
-    static MODELS: OnceLock<PathBuf> = OnceLock::new();
-    unknown(Command::new(made(&MODELS, "models")?), calls, azure_types)
+    unknown(Command::new(models()?), calls, azure_types)
+}
+
+/// Returns what IBM's models for PowerVS do not know of these calls' bodies and successful answers, and what they refuse.
+///
+/// # Errors
+/// When the models cannot be built, or the program fails.
+pub fn power_models(calls: &[Call]) -> anyhow::Result<Vec<String>> {
+    unknown(Command::new(models()?), calls, power_types)
 }
 
 /// Returns what IBM's models do not know of these calls' bodies and successful answers.
@@ -111,6 +119,21 @@ fn ibm_types(action: &str) -> (&'static str, &'static str) {
         "get_security_group" => ("", "SecurityGroup"),
         "get_dedicated_host" => ("", "DedicatedHost"),
         "get_dedicated_host_group" => ("", "DedicatedHostGroup"),
+        _ => ("", ""),
+    }
+}
+
+/// Returns the types of IBM's models for the body and the answer of a call of PowerVS; empty: there is none.
+fn power_types(action: &str) -> (&'static str, &'static str) {
+    match action {
+        "pvminstances.post" => ("PVMInstanceCreate", "PVMInstanceList"),
+        "pvminstances.getall" => ("", "PVMInstances"),
+        "pvminstances.get" => ("", "PVMInstance"),
+        "images.get" => ("", "Image"),
+        "networks.get" => ("", "Network"),
+        "systempools.get" => ("", "SystemPools"),
+        "dhcp.getall" => ("", "DHCPServers"),
+        "dhcp.get" => ("", "DHCPServer"),
         _ => ("", ""),
     }
 }
@@ -219,6 +242,11 @@ fn script(name: &str) -> PathBuf {
 fn python() -> anyhow::Result<PathBuf> {
     static CLIENTS: OnceLock<PathBuf> = OnceLock::new();
     Ok(made(&CLIENTS, "clients")?.join("bin/python"))
+}
+
+fn models() -> anyhow::Result<PathBuf> {
+    static MODELS: OnceLock<PathBuf> = OnceLock::new();
+    made(&MODELS, "models")
 }
 
 /// Runs `setup`, once per process.

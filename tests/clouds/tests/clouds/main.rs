@@ -6,6 +6,7 @@ mod alibaba;
 mod azure;
 mod gcp;
 mod ibmcloud;
+mod powervs;
 mod socket;
 #[cfg(feature = "witness")]
 mod witness;
