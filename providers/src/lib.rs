@@ -55,7 +55,8 @@ type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Sen
     feature = "gcp",
     feature = "ibmcloud",
     feature = "libvirt",
-    feature = "local"
+    feature = "local",
+    feature = "powervs"
 ))]
 fn at_once(open: impl FnOnce(Owner) -> Opened + Send + 'static) -> Opener {
     Box::new(|owner| Box::pin(async { open(owner) }))
@@ -121,6 +122,16 @@ const TABLE: &[Row] = &[
             at_once(|owner| Ok(Arc::new(IbmCloudProvider::new(config, owner))))
         },
     },
+    #[cfg(feature = "powervs")]
+    Row {
+        kind: "ibmcloud-powervs",
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_powervs::{PowerVsConfig, PowerVsProvider};
+            let config = PowerVsConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(PowerVsProvider::new(config, owner))))
+        },
+    },
     #[cfg(feature = "libvirt")]
     Row {
         kind: "libvirt",
@@ -173,6 +184,8 @@ const LEFT_OUT: &[&str] = &[
     "gcp",
     #[cfg(not(feature = "ibmcloud"))]
     "ibmcloud",
+    #[cfg(not(feature = "powervs"))]
+    "ibmcloud-powervs",
     #[cfg(not(feature = "libvirt"))]
     "libvirt",
     #[cfg(not(feature = "local"))]
