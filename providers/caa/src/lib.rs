@@ -10,6 +10,7 @@ mod azure;
 mod gcp;
 mod ibmcloud;
 mod libvirt;
+mod powervs;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +28,7 @@ const TABLE: &[(&str, Convert)] = &[
     ("azure", azure::convert),
     ("gcp", gcp::convert),
     ("ibmcloud", ibmcloud::convert),
+    ("ibmcloud-powervs", powervs::convert),
     ("libvirt", libvirt::convert),
 ];
 

@@ -8,6 +8,7 @@ use peerpod_provider_azure::AzureConfig;
 use peerpod_provider_azure::config::Credentials;
 use peerpod_provider_gcp::GcpConfig;
 use peerpod_provider_ibmcloud::IbmCloudConfig;
+use peerpod_provider_powervs::PowerVsConfig;
 
 use super::*;
 
@@ -326,6 +327,43 @@ fn a_variable_for_ibmcloud_without_a_setting_is_named_with_a_remedy() {
             "peerpod.node",
         ],
     );
+}
+
+#[test]
+fn every_setting_of_a_full_config_map_for_powervs_arrives_and_is_read_without_a_mistake() {
+    let converted = of(
+        "ibmcloud-powervs",
+        &[
+            ("IBMCLOUD_API_KEY", "hush"),
+            ("POWERVS_ZONE", "dal12"),
+            ("POWERVS_SERVICE_INSTANCE_ID", "w-1"),
+            ("POWERVS_NETWORK_ID", "net-1"),
+            ("POWERVS_IMAGE_ID", "image-1"),
+            ("POWERVS_SSH_KEY_NAME", "me"),
+            ("POWERVS_PROCESSOR_TYPE", "capped"),
+            ("POWERVS_SYSTEM_TYPE", "e1080"),
+            ("POWERVS_MEMORY", "8.0"),
+            ("POWERVS_PROCESSORS", "0.75"),
+            ("USE_PUBLIC_IP", "true"),
+        ],
+    );
+    assert_eq!((converted.lost.len(), converted.known.len()), (0, 11), "{:?}", converted.lost);
+    let config = read_back("ibmcloud-powervs", &converted, PowerVsConfig::read);
+    assert_eq!((config.size.to_string().as_str(), config.region()), ("e1080-0.75x8", "dal"));
+    assert_eq!((config.processor_type.as_str(), config.key_name.as_deref()), ("capped", Some("me")));
+    assert!(config.use_public_ip && config.key.is_some());
+}
+
+#[test]
+fn a_variable_for_powervs_without_a_setting_is_named_with_a_remedy() {
+    let converted = of(
+        "ibmcloud-powervs",
+        &[("POWERVS_MEMORY", "2.5"), ("POWERVS_BUILD_TIMEOUT", "15m"), ("POWERVS_ZONE", "")],
+    );
+    lists(&converted, &["`2.5` is written as 3", "node.boot-timeout"]);
+    assert_eq!(converted.settings["memory-gib"], 3);
+    let odd = of("ibmcloud-powervs", &[("POWERVS_MEMORY", "lots")]);
+    lists(&odd, &["`lots` is no number; set provider.ibmcloud-powervs.memory-gib"]);
 }
 
 #[test]
