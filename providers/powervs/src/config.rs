@@ -12,6 +12,8 @@ use crate::size::{VmSize, is_system, quarters};
 
 /// Time between two lists that both lack a VM which may have been made.
 const SETTLE: Duration = Duration::from_secs(3);
+/// First pause of each wait for a VM.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// Settings of the provider.
 #[derive(Debug, Clone)]
@@ -46,6 +48,8 @@ pub struct PowerVsConfig {
     pub tags: BTreeMap<String, String>,
     /// Time between two lists that both lack a VM which may have been made.
     pub settle: Duration,
+    /// First pause of each wait for a VM.
+    pub pause: Duration,
     /// Longest wait for one answer of the API.
     pub call_timeout: Duration,
 }
@@ -82,6 +86,7 @@ impl PowerVsConfig {
                 use_public_ip: settings::use_public_ip(section),
                 tags: settings::tags(section, "tags on VMs, as key=value", &ibm::TAGS),
                 settle: section.constant("settle-time", "SETTLE", SETTLE),
+                pause: section.constant("first-pause", "PAUSE", PAUSE),
                 call_timeout: settings::call_timeout(section),
                 processor_type,
             }

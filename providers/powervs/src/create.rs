@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use parking_lot::Mutex;
 use peerpod_provider_api::{Chosen, CreateRequest, Created, Error, IdempotencyKey, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Wait, names, until};
+use peerpod_provider_cloud::{names, until};
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait, ibm, read};
 use tokio::time::Instant;
 
@@ -206,10 +206,4 @@ impl Launch<'_> {
     fn what(&self) -> String {
         format!("create of {}", self.request.name)
     }
-}
-
-/// Pauses between two looks at a VM that PowerVS builds, which takes minutes.
-pub(crate) fn decisions() -> Wait {
-    use std::time::Duration;
-    Wait::new(Duration::from_millis(500), Duration::from_secs(5))
 }

@@ -18,15 +18,15 @@ use tokio::time::Instant;
 
 use crate::client::{self, Power};
 use crate::config::{PowerVsConfig, is_name};
-use crate::create::{self, Launch, Unclear};
+use crate::create::{Launch, Unclear};
 use crate::leases::{self, LeaseLookup};
 use crate::twins;
 use crate::vms::{self, Tags, Vm, VmLookup, VmState};
 
 /// User-data limit before base64 ("63K" in IBM's description of the API).
 const MAX_USER_DATA: usize = 63 << 10;
-/// Pauses between two looks at a VM: the first one, then the others.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(3));
+/// Longest pauses between two looks: at a VM that PowerVS builds, which takes minutes, and at another.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(3));
 /// Time after its start in which a process finishes the creates of an earlier one.
 const YOUNG: Duration = Duration::from_secs(60);
 
@@ -61,14 +61,14 @@ impl PowerVsProvider {
     /// Creates a provider from its settings; makes no call.
     pub fn new(config: PowerVsConfig, owner: Owner) -> PowerVsProvider {
         PowerVsProvider(Arc::new(PowerVs {
+            decisions: Wait::new(config.pause, PAUSES.0),
+            looks: Wait::new(config.pause, PAUSES.1),
             config,
             owner,
             recent: Recent::default(),
             tags: Tags::default(),
             unclear: Unclear::default(),
             creates: KeyedLocks::default(),
-            decisions: create::decisions(),
-            looks: Wait::new(PAUSES.0, PAUSES.1),
             started: Instant::now(),
             scheduler: Scheduler::new(client::table()),
             connection: OnceLock::new(),

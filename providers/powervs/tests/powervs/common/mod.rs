@@ -68,6 +68,7 @@ impl TestCloud for Site {
             ("second-network-id", SECOND.to_owned()),
             ("image-id", IMAGE.to_owned()),
             ("settle-time", "50ms".to_owned()),
+            ("first-pause", "20ms".to_owned()),
         ]
         .map(|(key, value)| (key.to_owned(), value))
         .to_vec()
