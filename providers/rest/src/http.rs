@@ -13,9 +13,11 @@ use reqwest::redirect::Policy;
 use reqwest::{Client, ClientBuilder, Method, Response};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::{ClientConfig, RootCertStore};
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore, WantsVerifier};
 
 use crate::request::{Answer, Request};
+
+mod pin;
 
 /// Longest time until a connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -63,7 +65,19 @@ impl Http {
     /// # Errors
     /// [`Error::Invalid`] when the CA certificates cannot be read.
     pub fn new(settings: &HttpSettings) -> Result<Http, Error> {
-        let tls = tls(settings)?;
+        Http::with_tls(settings, tls(settings)?)
+    }
+
+    /// Same as [`Http::new`], but trusts the server with the certificate of this SHA-256, and no other. Ignores
+    /// [`HttpSettings::ca_file`].
+    ///
+    /// # Errors
+    /// Same as [`Http::new`].
+    pub fn pinned(settings: &HttpSettings, sha256: [u8; 32]) -> Result<Http, Error> {
+        Http::with_tls(settings, pin::tls(sha256)?)
+    }
+
+    fn with_tls(settings: &HttpSettings, tls: ClientConfig) -> Result<Http, Error> {
         let build = |builder: ClientBuilder| {
             let client = builder
                 .tls_backend_preconfigured(tls.clone())
@@ -170,8 +184,12 @@ fn tls(settings: &HttpSettings) -> Result<ClientConfig, Error> {
             }
         }
     }
+    Ok(builder()?.with_root_certificates(roots).with_no_client_auth())
+}
+
+/// Returns the beginning of a configuration of TLS.
+fn builder() -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, Error> {
     let ring = Arc::new(rustls::crypto::ring::default_provider());
     let versions = ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions();
-    let versions = versions.map_err(|error| Error::invalid(format!("set up TLS: {error}")))?;
-    Ok(versions.with_root_certificates(roots).with_no_client_auth())
+    versions.map_err(|error| Error::invalid(format!("set up TLS: {error}")))
 }
