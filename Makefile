@@ -6,7 +6,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 # The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
 # Clouds with a fake in tests/clouds, a test binary each, and a witness.
-CLOUD_KINDS := alibabacloud azure gcp ibmcloud powervs
+CLOUD_KINDS := alibabacloud azure gcp ibmcloud powervs vsphere
 empty :=
 CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness$(subst $(empty) ,,$(CLOUD_KINDS:%=,peerpod-provider-%/witness))
 WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
@@ -191,7 +191,7 @@ bench-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_BENCHES)
 	mkdir -p $(TARGET)/bench
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_BENCHES) \
-		-- --nocapture --test-threads 1 node:: conformance::
+		-- --nocapture --test-threads 1 node:: conformance:: disks::
 
 bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches

@@ -56,7 +56,8 @@ type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Sen
     feature = "ibmcloud",
     feature = "libvirt",
     feature = "local",
-    feature = "powervs"
+    feature = "powervs",
+    feature = "vsphere"
 ))]
 fn at_once(open: impl FnOnce(Owner) -> Opened + Send + 'static) -> Opener {
     Box::new(|owner| Box::pin(async { open(owner) }))
@@ -143,6 +144,16 @@ const TABLE: &[Row] = &[
             at_once(|owner| Ok(Arc::new(LibvirtProvider::new(config, owner))))
         },
     },
+    #[cfg(feature = "vsphere")]
+    Row {
+        kind: "vsphere",
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_vsphere::{VsphereConfig, VsphereProvider};
+            let config = VsphereConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(VsphereProvider::new(config, owner))))
+        },
+    },
     #[cfg(feature = "fake")]
     Row {
         kind: "fake",
@@ -190,6 +201,8 @@ const LEFT_OUT: &[&str] = &[
     "libvirt",
     #[cfg(not(feature = "local"))]
     "local",
+    #[cfg(not(feature = "vsphere"))]
+    "vsphere",
 ];
 
 /// Settings of a provider, read but not yet applied.

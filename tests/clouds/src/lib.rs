@@ -11,6 +11,7 @@
 //!   services that issue tokens.
 //! * [`IbmCloud`]: IBM Cloud's VPC API with instances, volumes and profiles, [`iam`] and Global Tagging.
 //! * [`PowerVs`]: IBM Power Virtual Server with VMs, networks and DHCP leases.
+//! * [`Vcsim`]: govmomi's simulator of a vCenter, behind a proxy that breaks connections.
 //! * [`witness`]: the vendors' models and clients.
 //!
 //! The fakes are kept honest from both sides: the vendors' models check our requests, and the vendors' clients read the
@@ -32,6 +33,7 @@ mod rates;
 mod server;
 mod store;
 mod tokens;
+pub mod vcsim;
 pub mod witness;
 
 pub use alibaba::Alibaba;
@@ -48,3 +50,4 @@ pub use rates::{Rate, Rates};
 pub use server::listen;
 pub use store::{Store, Stored};
 pub use tokens::Tokens;
+pub use vcsim::Vcsim;

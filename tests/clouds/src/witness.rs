@@ -250,7 +250,7 @@ fn models() -> anyhow::Result<PathBuf> {
 }
 
 /// Runs `setup`, once per process.
-fn made(cell: &OnceLock<PathBuf>, what: &str) -> anyhow::Result<PathBuf> {
+pub(crate) fn made(cell: &OnceLock<PathBuf>, what: &str) -> anyhow::Result<PathBuf> {
     if let Some(path) = cell.get() {
         return Ok(path.clone());
     }

@@ -1,0 +1,334 @@
+//! Attaches existing disks as disks of a pod. May call `RetrieveVStorageObject`, `AttachDisk_Task`, `DetachDisk_Task`,
+//! `ReconfigVM_Task`, and the looks of `inventory.rs`.
+//!
+//! A volume is a first-class disk by its id, as vSphere's CSI driver makes them, or a file, like `[datastore1] a/b.vmdk`.
+//! The guest finds a disk by its World Wide Name, which follows from the disk's own id.
+
+use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
+use peerpod_provider_cloud::refusal::clip;
+use peerpod_provider_cloud::until;
+use peerpod_provider_rest::Failure;
+use roxmltree::Node;
+
+use crate::Vsphere;
+use crate::body::{change, reconfigure};
+use crate::client::Call;
+use crate::facts;
+use crate::inventory::Object;
+use crate::soap::{self, Method, Moref, child, element, text, value};
+use crate::vms::Vm;
+
+/// Length of a first-class disk's id.
+const ID: usize = 36;
+
+/// Places of a SCSI controller.
+const PLACES: u32 = 16;
+
+/// Disk that a volume names.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) enum Volume {
+    FirstClass(String),
+    File(String),
+}
+
+impl Volume {
+    /// Reads the name of a volume; `None`: it names no disk.
+    pub(crate) fn parse(text: &str) -> Option<Volume> {
+        let is_id = text.len() == ID && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
+        if is_id {
+            return Some(Volume::FirstClass(text.to_ascii_lowercase()));
+        }
+        let path = text.strip_prefix('[')?.split_once("] ")?;
+        let is_file =
+            !path.0.is_empty() && path.1.ends_with(".vmdk") && path.1.split('/').all(|part| part != "..");
+        (is_file && !text.contains(char::is_control)).then(|| Volume::File(text.to_owned()))
+    }
+}
+
+/// Disk of a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct VmDisk {
+    /// Key of its device.
+    pub key: String,
+    pub file: String,
+    /// Id of the first-class disk.
+    pub first_class: Option<String>,
+    /// Id that the guest sees.
+    pub uuid: Option<String>,
+}
+
+impl VmDisk {
+    fn of(device: Node<'_, '_>) -> Option<VmDisk> {
+        if soap::kind(device) != Some("VirtualDisk") {
+            return None;
+        }
+        let backing = child(device, "backing")?;
+        let id = child(device, "vDiskId").and_then(|id| value(id, "id"));
+        Some(VmDisk {
+            key: value(device, "key")?.to_owned(),
+            // A disk without a file is a device of the host; its place is no folder of the VM.
+            file: value(backing, "fileName").unwrap_or_default().to_owned(),
+            first_class: id.map(str::to_ascii_lowercase),
+            uuid: value(backing, "uuid").map(str::to_owned),
+        })
+    }
+
+    /// Whether the disk was made with the VM. Only such a disk may be deleted with it.
+    pub(crate) fn is_own(&self, folder: &str) -> bool {
+        self.first_class.is_none() && !folder.is_empty() && self.file.starts_with(folder)
+    }
+
+    fn is(&self, volume: &Volume) -> bool {
+        match volume {
+            Volume::FirstClass(id) => self.first_class.as_ref() == Some(id),
+            Volume::File(path) => self.first_class.is_none() && self.file == *path,
+        }
+    }
+
+    /// Returns the identity of the disk in the guest.
+    fn identity(&self) -> Option<DiskIdentity> {
+        let digits: String = self.uuid.as_ref()?.chars().filter(char::is_ascii_hexdigit).collect();
+        Some(DiskIdentity::Wwn(format!("naa.{}", digits.to_ascii_lowercase())))
+    }
+}
+
+/// Devices of a VM.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Devices {
+    pub disks: Vec<VmDisk>,
+    /// Key, and numbers of the devices on it, of each SCSI controller.
+    controllers: Vec<(String, Vec<u32>)>,
+    /// File of the console.
+    pub console: Option<String>,
+}
+
+impl Devices {
+    fn of(object: Object<'_, '_>) -> Option<Devices> {
+        let list = object.property("config.hardware.device")?;
+        let devices: Vec<_> = list.children().filter(Node::is_element).collect();
+        let is_scsi = |device: &&Node<'_, '_>| child(**device, "scsiCtlrUnitNumber").is_some();
+        let number =
+            |device: &Node<'_, '_>, name| value(*device, name).and_then(|number| number.parse().ok());
+        let controllers = devices.iter().filter(is_scsi).filter_map(|controller| {
+            let key = value(*controller, "key")?;
+            let on = devices.iter().filter(|device| value(**device, "controllerKey") == Some(key));
+            let own = number(controller, "scsiCtlrUnitNumber").into_iter();
+            Some((key.to_owned(), on.filter_map(|device| number(device, "unitNumber")).chain(own).collect()))
+        });
+        let ports = devices.iter().filter(|device| soap::kind(**device) == Some("VirtualSerialPort"));
+        let files = ports.filter_map(|port| value(child(*port, "backing")?, "fileName"));
+        Some(Devices {
+            controllers: controllers.collect(),
+            console: files.map(str::to_owned).next(),
+            disks: devices.iter().filter_map(|device| VmDisk::of(*device)).collect(),
+        })
+    }
+
+    fn find(&self, volume: &Volume) -> Option<&VmDisk> {
+        self.disks.iter().find(|disk| disk.is(volume))
+    }
+
+    /// Returns a controller's key and a free number on it.
+    fn free(&self) -> Option<(&str, u32)> {
+        let mut controllers = self.controllers.iter();
+        controllers.find_map(|(key, taken)| {
+            let number = (0..PLACES).find(|number| !taken.contains(number))?;
+            Some((key.as_str(), number))
+        })
+    }
+}
+
+/// Reads the devices of a VM. `None`: it is gone.
+pub(crate) async fn devices(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<Option<Devices>, Failure> {
+    let call = Call::new("RetrievePropertiesEx", &vm.name, what);
+    let vcenter = &vsphere.connected()?.vcenter;
+    vcenter.retrieve_one(call, &["config.hardware.device"], &vm.moref, Devices::of).await
+}
+
+fn parse(volume: &str, what: &str) -> Result<Volume, Error> {
+    Volume::parse(volume).ok_or_else(|| {
+        Error::invalid(format!(
+            "{what}: `{}` is no disk; write the id of a first-class disk, or a file like [datastore1] folder/disk.vmdk",
+            clip(&volume.chars().take(80).collect::<String>())
+        ))
+    })
+}
+
+/// Checks the names of disks before any call.
+pub(crate) fn check(disks: &[DiskRequest], what: &str) -> Result<(), Error> {
+    disks.iter().try_for_each(|disk| parse(&disk.volume, what).map(drop))
+}
+
+/// Attaches a disk, or finds it attached.
+pub(crate) async fn attach(
+    vsphere: &Vsphere,
+    id: &InstanceId,
+    disk: &DiskRequest,
+) -> Result<DiskIdentity, Error> {
+    let what = format!("attach of {} to {id}", clip(&disk.volume));
+    let volume = parse(&disk.volume, &what)?;
+    let vm = vsphere.wait_for(id, &what, |_| true).await?;
+    if !vm.lives() {
+        return Err(Error::not_found(format!("{what}: the VM has ended")));
+    }
+    let gone = || Error::not_found(format!("{what}: the VM is gone"));
+    let before = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
+    if before.find(&volume).is_none() {
+        match &volume {
+            Volume::FirstClass(disk) => attach_first_class(vsphere, &vm, disk, &what).await?,
+            Volume::File(path) => attach_file(vsphere, &vm, &before, path, &what).await?,
+        }
+    }
+    let after = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
+    let identity = after.find(&volume).and_then(VmDisk::identity);
+    identity
+        .ok_or_else(|| Error::transient(format!("{what}: the VM does not show it yet; it is tried again")))
+}
+
+async fn attach_first_class(vsphere: &Vsphere, vm: &Vm, disk: &str, what: &str) -> Result<(), Error> {
+    let datastore = datastore_with(vsphere, disk, what).await?;
+    let id = element("diskId", &text("id", disk));
+    let method = Method {
+        name: "AttachDisk_Task",
+        this: vm.moref.clone(),
+        arguments: id + &datastore.xml("datastore"),
+    };
+    Ok(vsphere.run(Call::new(method.name, &vm.name, what), &method).await?)
+}
+
+/// Finds the datastore of a first-class disk, which the call for an attach names.
+async fn datastore_with(vsphere: &Vsphere, disk: &str, what: &str) -> Result<Moref, Error> {
+    let vcenter = &vsphere.connected()?.vcenter;
+    for (_, datastore) in facts::datastores(vcenter, &vsphere.config, what).await? {
+        let name = "RetrieveVStorageObject";
+        let this = vcenter.services().await?.disks.clone();
+        let arguments = element("id", &text("id", disk)) + &datastore.xml("datastore");
+        let found = |node: Node<'_, '_>| child(node, "returnval").map(drop);
+        match vcenter.call(Call::new(name, disk, what), &Method { name, this, arguments }, found).await {
+            Ok(()) => return Ok(datastore),
+            // Datastores without first-class disks, and those that cannot have any.
+            Err(failure) if matches!(failure.error, Error::NotFound { .. } | Error::Invalid { .. }) => {}
+            Err(failure) => return Err(failure.error),
+        }
+    }
+    Err(Error::not_found(format!("{what}: no datastore of {} has such a disk", vsphere.config.datacenter)))
+}
+
+async fn attach_file(
+    vsphere: &Vsphere,
+    vm: &Vm,
+    devices: &Devices,
+    path: &str,
+    what: &str,
+) -> Result<(), Error> {
+    let (controller, number) = devices.free().ok_or_else(|| {
+        Error::invalid(format!("{what}: its SCSI controllers have no free place; add one to the template"))
+    })?;
+    let backing = text("fileName", path) + &text("diskMode", "independent_persistent");
+    let device = text("key", "-103")
+        + &soap::typed("backing", "VirtualDiskFlatVer2BackingInfo", &backing)
+        + &text("controllerKey", controller)
+        + &text("unitNumber", &number.to_string())
+        // The file has its size.
+        + &text("capacityInKB", "0");
+    let method = reconfigure(&vm.moref, &change("add", "VirtualDisk", &device), &[]);
+    Ok(vsphere.run(Call::new(method.name, &vm.name, what), &method).await?)
+}
+
+/// Detaches a disk. Succeeds also if it is not attached, and if the VM is gone or has another owner.
+pub(crate) async fn detach(vsphere: &Vsphere, id: &InstanceId, volume: &str) -> Result<(), Error> {
+    let what = format!("detach of {} from {id}", clip(volume));
+    let volume = parse(volume, &what)?;
+    let seen = vsphere.connected()?.vms.ask(id.as_str().to_owned(), until(), &what).await?;
+    let Some(vm) = seen.filter(|vm| vm.marks.are_of(&vsphere.owner)) else { return Ok(()) };
+    let Some(devices) = devices(vsphere, &vm, &what).await? else { return Ok(()) };
+    let Some(disk) = devices.find(&volume) else { return Ok(()) };
+    release(vsphere, &vm, disk, &what).await
+}
+
+/// Removes a disk from a VM. Its file stays.
+pub(crate) async fn release(vsphere: &Vsphere, vm: &Vm, disk: &VmDisk, what: &str) -> Result<(), Error> {
+    let method = match &disk.first_class {
+        Some(id) => {
+            let arguments = element("diskId", &text("id", id));
+            Method { name: "DetachDisk_Task", this: vm.moref.clone(), arguments }
+        }
+        None => {
+            // Without a file operation, the file stays.
+            let device = text("key", &disk.key) + &text("capacityInKB", "0");
+            reconfigure(&vm.moref, &change("remove", "VirtualDisk", &device), &[])
+        }
+    };
+    match vsphere.run(Call::new(method.name, &vm.name, what), &method).await {
+        // It was removed meanwhile.
+        Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use roxmltree::Document;
+
+    use super::*;
+
+    const DEVICES: &str = "<objects xmlns:xsi='http://www.w3.org/2001/XMLSchema-instance'>\
+        <obj type='VirtualMachine'>vm-1</obj><propSet><name>config.hardware.device</name><val>\
+        <VirtualDevice xsi:type='ParaVirtualSCSIController'><key>1000</key><scsiCtlrUnitNumber>7</scsiCtlrUnitNumber></VirtualDevice>\
+        <VirtualDevice xsi:type='VirtualDisk'><key>2000</key><backing><fileName>[ds 1] pp-1/pp-1.vmdk</fileName></backing>\
+        <controllerKey>1000</controllerKey><unitNumber>0</unitNumber></VirtualDevice>\
+        <VirtualDevice xsi:type='VirtualDisk'><key>2001</key><backing><fileName>[ds 1] fcd/d.vmdk</fileName>\
+        <uuid>6000C290-1234-5678-9abc-def012345678</uuid></backing><controllerKey>1000</controllerKey><unitNumber>1</unitNumber>\
+        <vDiskId><id>B032A84C-8A82-495C-8431-8F318BCD80BD</id></vDiskId></VirtualDevice>\
+        <VirtualDevice xsi:type='VirtualSerialPort'><key>9000</key><backing><fileName>[ds 1] pp-1/console.log</fileName></backing></VirtualDevice>\
+        </val></propSet></objects>";
+
+    #[test]
+    fn a_disk_is_recognised_by_its_id_or_its_file() {
+        let document = Document::parse(DEVICES).unwrap();
+        let devices = Devices::of(Object(document.root_element())).unwrap();
+        let volume = Volume::parse("b032a84c-8a82-495c-8431-8f318bcd80bd").unwrap();
+        let disk = devices.find(&volume).unwrap();
+        assert_eq!(
+            disk.identity(),
+            Some(DiskIdentity::Wwn("naa.6000c290123456789abcdef012345678".to_owned()))
+        );
+        let file = Volume::parse("[ds 1] pp-1/pp-1.vmdk").unwrap();
+        assert_eq!(devices.find(&file).unwrap().key, "2000");
+        let of_first_class = Volume::parse("[ds 1] fcd/d.vmdk").unwrap();
+        assert_eq!(devices.find(&of_first_class), None, "another name of the first-class disk");
+        assert_eq!(devices.free(), Some(("1000", 2)));
+        assert_eq!(devices.console.as_deref(), Some("[ds 1] pp-1/console.log"));
+    }
+
+    #[test]
+    fn only_a_disk_in_the_vms_folder_is_its_own() {
+        let disk = |file: &str, first_class: Option<&str>| VmDisk {
+            key: "1".into(),
+            file: file.into(),
+            first_class: first_class.map(str::to_owned),
+            uuid: None,
+        };
+        let folder = "[ds 1] pp-1/";
+        assert!(disk("[ds 1] pp-1/pp-1.vmdk", None).is_own(folder));
+        for (file, id) in [
+            ("[ds 1] pp-1/pp-1.vmdk", Some("id")),
+            ("[ds 1] pp-10/a.vmdk", None),
+            ("[ds 2] pp-1/a.vmdk", None),
+            ("[ds 1] a.vmdk", None),
+            ("", None),
+        ] {
+            assert!(!disk(file, id).is_own(folder), "{file}");
+        }
+        assert!(!disk("[ds 1] a.vmdk", None).is_own(""));
+    }
+
+    #[test]
+    fn a_volume_is_an_id_or_a_file() {
+        for bad in ["", "pvc-1", "file:b032a84c", "[ds]a.vmdk", "[] a.vmdk", "[ds] a/../b.vmdk", "[ds] a.vmx"]
+        {
+            assert_eq!(Volume::parse(bad), None, "{bad}");
+        }
+        assert!(matches!(Volume::parse("[ds] a.vmdk"), Some(Volume::File(_))));
+    }
+}
