@@ -36,8 +36,8 @@ pub struct VsphereConfig {
     pub url: Url,
     /// Account.
     pub username: String,
-    /// Password of the account.
-    pub password: Secret,
+    /// Password of the account. Without one the login fails.
+    pub password: Option<Secret>,
     /// PEM file of the CA certificates to trust; `None`: those of the system.
     pub ca_file: Option<PathBuf>,
     /// SHA-256 of the one certificate to trust.
@@ -83,9 +83,10 @@ impl VsphereConfig {
                 creates,
                 url: url(section),
                 username: section.required("username", "account of the vCenter").unwrap_or_default(),
-                password: section
-                    .required("password", "password of the account")
-                    .unwrap_or_else(|| Secret::new(String::new())),
+                password: section.optional(
+                    "password",
+                    "password of the account; best as PEERPOD_PROVIDER_VSPHERE_PASSWORD",
+                ),
                 ca_file: section
                     .optional("ca-file", "PEM file of the CA of the vCenter; default: those of the system"),
                 fingerprint: fingerprint(section),
@@ -267,8 +268,8 @@ pub(crate) mod tests {
         read_as(&[("hosts", "")], false).unwrap();
         let config = read(&[("hosts", ""), ("cluster", "C"), ("drs", "true")]).unwrap();
         assert!(config.drs && config.hosts.is_empty());
-        let told = read(&[("url", ""), ("username", ""), ("password", ""), ("datacenter", "")]).unwrap_err();
-        for key in ["url", "username", "password", "datacenter"] {
+        let told = read(&[("url", ""), ("username", ""), ("datacenter", "")]).unwrap_err();
+        for key in ["url", "username", "datacenter"] {
             assert!(told.contains(key), "{key} in {told}");
         }
     }

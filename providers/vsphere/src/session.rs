@@ -36,7 +36,7 @@ pub(crate) struct Services {
 pub(crate) struct Account {
     pub url: Url,
     pub username: String,
-    pub password: Secret,
+    pub password: Option<Secret>,
     /// Services of the vCenter, known after the first login.
     pub services: Arc<OnceLock<Services>>,
 }
@@ -110,7 +110,12 @@ impl Source for Account {
         }
         let this = self.services.get().map(|services| services.session_manager.clone());
         let this = this.ok_or_else(|| during(odd("RetrieveServiceContent", 200)))?;
-        let arguments = text("userName", &self.username) + &text("password", self.password.expose());
+        let password = self.password.as_ref().ok_or_else(|| Error::Auth {
+            text: "log in to the vCenter: there is no password; set provider.vsphere.password, best by the variable \
+                   PEERPOD_PROVIDER_VSPHERE_PASSWORD of the Secret peer-pods-secret"
+                .to_owned(),
+        })?;
+        let arguments = text("userName", &self.username) + &text("password", password.expose());
         let method = Method { name: "Login", this, arguments };
         let (_, answer) =
             self.ask(http, &method, |node| child(node, "returnval").map(drop)).await.map_err(during)?;

@@ -99,7 +99,7 @@ async fn the_role_allows_exactly_our_calls() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_controller_needs_five_privileges() {
+async fn the_controller_changes_vms_by_four_methods() {
     let site = Site::start();
     let provider = site.provider(&[]);
     let wish = placed(&*provider, &request("web-0")).await.unwrap();

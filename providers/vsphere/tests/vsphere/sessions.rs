@@ -33,6 +33,8 @@ async fn a_wrong_password_is_named_and_a_refused_session_is_not_renewed_for_ever
     let error = provider.preflight().await.unwrap_err();
     says(&error, "auth", &["InvalidLogin", "provider.vsphere.username and password"]);
     assert!(!error.to_string().contains("wrong"), "{error}");
+    let error = site.provider(&[("password", "")]).preflight().await.unwrap_err();
+    says(&error, "auth", &["there is no password", "PEERPOD_PROVIDER_VSPHERE_PASSWORD"]);
     let provider = site.provider(&[]);
     provider.preflight().await.unwrap();
     site.vcsim.forget_calls();
