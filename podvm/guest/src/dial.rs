@@ -46,6 +46,11 @@ fn source(target: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket.local_addr()?.ip())
 }
 
+/// Returns the VM's address on the route to a target; `None`: there is no route, or the target does not reach it.
+pub(crate) fn usable_source(target: SocketAddr) -> Option<IpAddr> {
+    source(target).ok().filter(|source| !source.is_unspecified() && !is_too_early(*source, target.ip()))
+}
+
 /// Returns whether the VM would dial from a link-local address a node that is not link-local. The node would take that
 /// address for the VM's own, and no tunnel can be made between the two.
 fn is_too_early(source: IpAddr, target: IpAddr) -> bool {

@@ -238,6 +238,8 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), controls));
     let reporting = tokio::spawn(control::report(parts.agent.clone(), status.clone(), handle.clone()));
+    let reached = user_data.node.addresses.clone();
+    let addressing = tokio::spawn(sources::addresses::report(sources.clone(), reached));
     let noticing = tokio::spawn(sources::notice::watch(sources, status.clone()));
 
     let link = underlay::Link::new(None);
@@ -252,7 +254,7 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
         node_endpoints: control.person.node_endpoints.subscribe(),
     };
     supervisor.run(&handle, links).await;
-    for task in [restore, answering, reporting, noticing, watching] {
+    for task in [restore, answering, reporting, addressing, noticing, watching] {
         task.abort();
     }
     drop(endpoint.await);

@@ -19,6 +19,7 @@ use tokio::time::timeout;
 
 use crate::files;
 
+pub(crate) mod addresses;
 mod disk;
 mod guestinfo;
 pub(crate) mod http;
@@ -49,6 +50,8 @@ pub(crate) struct Source {
     /// Announcements that the cloud takes the VM back, asked in this order.
     #[serde(default)]
     notice: Vec<notice::SpotNotice>,
+    /// Variables for the VM's addresses, where the provider cannot learn them from its cloud.
+    addresses: Option<addresses::Addresses>,
     #[serde(default)]
     metadata: Metadata,
 }
@@ -194,6 +197,13 @@ impl Source {
         if source.when.is_empty() && !source.notice.is_empty() {
             return Err(wrong("[[notice]] needs a [[when]]: other clouds are never asked"));
         }
+        if source
+            .addresses
+            .as_ref()
+            .is_some_and(|variables| source.when.is_empty() || !variables.are_variables())
+        {
+            return Err(wrong("[addresses] names variables like guestinfo.local-ipv4, and needs a [[when]]"));
+        }
         let is_name = |name: &String| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         if !source.when.iter().flat_map(|when| when.dmi.keys()).all(is_name) {
             return Err(wrong("`dmi` names a file of /sys/class/dmi/id"));
@@ -208,6 +218,11 @@ impl Source {
 
     pub(crate) fn places(&self) -> &[Place] {
         &self.user_data
+    }
+
+    /// Returns the variables for the VM's addresses, if the VM runs there and the provider wants them.
+    fn addresses(&self) -> Option<addresses::Addresses> {
+        self.addresses.clone().filter(|_| self.is_here())
     }
 
     /// Returns the addresses that the pod's containers must not reach: none if the author opens them.

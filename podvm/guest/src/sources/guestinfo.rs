@@ -60,9 +60,14 @@ pub(super) fn read(hypervisor: &mut (impl Read + Write), name: &str) -> Result<O
 
 /// Overwrites a variable.
 pub(super) fn erase(hypervisor: &mut (impl Read + Write), name: &str) -> Result<(), String> {
-    ask(hypervisor, &format!("info-set {name} {ERASED}"))?
+    set(hypervisor, name, ERASED)
+}
+
+/// Sets a variable to a text without spaces.
+pub(super) fn set(hypervisor: &mut (impl Read + Write), name: &str, value: &str) -> Result<(), String> {
+    ask(hypervisor, &format!("info-set {name} {value}"))?
         .map(drop)
-        .map_err(|why| format!("overwrite {name}: {why}"))
+        .map_err(|why| format!("set {name}: {why}"))
 }
 
 fn get(hypervisor: &mut (impl Read + Write), name: &str) -> Result<Option<Vec<u8>>, String> {
@@ -204,13 +209,19 @@ mod tests {
     }
 
     #[test]
+    fn an_address_is_set() {
+        let left = with(&[], |hypervisor| set(hypervisor, "guestinfo.local-ipv4", "10.0.0.2").unwrap());
+        assert_eq!(left["guestinfo.local-ipv4"], "10.0.0.2");
+    }
+
+    #[test]
     fn an_overwritten_variable_is_gone() {
         let name = "guestinfo.userdata";
         let left = with(&[(name, "{}")], |hypervisor| {
             erase(hypervisor, name).unwrap();
             assert_eq!(read(hypervisor, name), Ok(None));
             let error = erase(hypervisor, "guestinfo.locked").unwrap_err();
-            assert_eq!(error, "overwrite guestinfo.locked: Permission denied");
+            assert_eq!(error, "set guestinfo.locked: Permission denied");
         });
         assert_eq!(left[name], ERASED);
     }
