@@ -13,6 +13,7 @@ mod libvirt;
 mod powervs;
 #[cfg(test)]
 mod tests;
+mod vsphere;
 
 use std::collections::BTreeMap;
 
@@ -30,6 +31,7 @@ const TABLE: &[(&str, Convert)] = &[
     ("ibmcloud", ibmcloud::convert),
     ("ibmcloud-powervs", powervs::convert),
     ("libvirt", libvirt::convert),
+    ("vsphere", vsphere::convert),
 ];
 
 /// Returns the providers with a table.

@@ -9,6 +9,7 @@ use peerpod_provider_azure::config::Credentials;
 use peerpod_provider_gcp::GcpConfig;
 use peerpod_provider_ibmcloud::IbmCloudConfig;
 use peerpod_provider_powervs::PowerVsConfig;
+use peerpod_provider_vsphere::VsphereConfig;
 
 use super::*;
 
@@ -364,6 +365,33 @@ fn a_variable_for_powervs_without_a_setting_is_named_with_a_remedy() {
     assert_eq!(converted.settings["memory-gib"], 3);
     let odd = of("ibmcloud-powervs", &[("POWERVS_MEMORY", "lots")]);
     lists(&odd, &["`lots` is no number; set provider.ibmcloud-powervs.memory-gib"]);
+}
+
+#[test]
+fn every_setting_of_a_full_config_map_for_vsphere_arrives_and_is_read_without_a_mistake() {
+    let all = [
+        ("GOVC_URL", "https://vcenter.example.com/sdk"),
+        ("GOVC_USERNAME", "peerpod@vsphere.local"),
+        ("GOVC_PASSWORD", "hush"),
+        ("GOVC_TEMPLATE", "/templates/podvm"),
+        ("GOVC_DATACENTER", "DC0"),
+        ("GOVC_FOLDER", "pods/"),
+        ("GOVC_VCLUSTER", "C0"),
+        ("GOVC_DRS", "false"),
+        ("GOVC_HOST", "esx-1.example.com"),
+        ("GOVC_DATASTORE", "fast"),
+        ("GOVC_THUMBPRINT", "AB:CD"),
+    ];
+    let converted = of("vsphere", &all);
+    assert_eq!(converted.known.len(), 11);
+    lists(&converted, &["GOVC_THUMBPRINT", "fingerprint-sha256"]);
+    let config = read_back("vsphere", &converted, VsphereConfig::read);
+    assert_eq!((config.template.as_str(), config.folder.as_str()), ("templates/podvm", "pods"));
+    assert_eq!((config.hosts.len(), config.datastores.as_slice()), (1, &["fast".to_owned()][..]));
+    let converted = of("vsphere", &[&all[..7], &[("GOVC_DRS", "true"), all[8]]].concat());
+    lists(&converted, &["GOVC_HOST", "DRS chooses the host"]);
+    let config = read_back("vsphere", &converted, VsphereConfig::read);
+    assert!(config.drs && config.hosts.is_empty() && config.cluster.as_deref() == Some("C0"));
 }
 
 #[test]

@@ -75,6 +75,7 @@ impl Vcenter {
             None => Http::new(&settings)?,
         };
         let url = config.url.clone();
+        let url = url.ok_or_else(|| Error::invalid("there is no vCenter; set provider.vsphere.url"))?;
         let services = Arc::new(OnceLock::new());
         let account = Account {
             url: url.clone(),

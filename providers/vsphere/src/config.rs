@@ -32,8 +32,8 @@ const MAX_NAME: usize = 80;
 pub struct VsphereConfig {
     /// Whether VMs are created, not only listed and deleted.
     pub creates: bool,
-    /// URL of the vCenter's API.
-    pub url: Url,
+    /// URL of the vCenter's API; `None` only with a mistake.
+    pub url: Option<Url>,
     /// Account.
     pub username: String,
     /// Password of the account. Without one the login fails.
@@ -179,21 +179,16 @@ fn is_name(name: &str) -> bool {
     !name.is_empty() && name.chars().count() <= MAX_NAME && name.chars().all(has_only) && name != ".."
 }
 
-fn url(section: &mut Reader) -> Url {
-    let text: String =
-        section.required("url", "URL of the vCenter, like https://vcenter.example.com").unwrap_or_default();
-    match parse(&text) {
-        Some(url) => url,
-        None => {
-            if !text.is_empty() {
-                section.mistake(
-                    "url",
-                    "not the URL of a vCenter, without user and password; write it like https://vcenter.example.com",
-                );
-            }
-            Url::parse("https://vcenter.invalid/sdk").unwrap_or_else(|_| unreachable!("a constant"))
-        }
+fn url(section: &mut Reader) -> Option<Url> {
+    let text: String = section.required("url", "URL of the vCenter, like https://vcenter.example.com")?;
+    let url = parse(&text);
+    if url.is_none() && text.contains('@') {
+        // A mistake of this key would repeat the password.
+        section.mistake("password", "url has an account in it; move it to username and password");
+    } else if url.is_none() {
+        section.mistake("url", "not the URL of a vCenter; write it like https://vcenter.example.com");
     }
+    url
 }
 
 /// Returns the URL of the API. The path may be left out, and also the scheme, as for govc.
@@ -259,7 +254,7 @@ pub(crate) mod tests {
     #[test]
     fn the_least_is_a_vcenter_an_account_a_datacenter_and_a_host() {
         let config = read(&[]).unwrap();
-        assert_eq!(config.url.as_str(), "https://vcenter.example.com/sdk");
+        assert_eq!(config.url.clone().unwrap().as_str(), "https://vcenter.example.com/sdk");
         assert_eq!(
             (config.template.as_str(), config.folder_path().as_str()),
             ("podvm-template", "DC0/vm/peerpods")
@@ -290,7 +285,7 @@ pub(crate) mod tests {
         ])
         .unwrap_err();
         for part in [
-            "without user and password",
+            "url has an account in it",
             "not a SHA-256",
             "remove hosts",
             "`a/../b` is not a path",
@@ -305,6 +300,7 @@ pub(crate) mod tests {
             assert!(told.contains(part), "{part} in {told}");
         }
         assert!(!told.contains("hush"), "{told}");
+        assert!(read(&[("url", "ftp://vcenter")]).unwrap_err().contains("not the URL of a vCenter"));
         assert!(read(&[("hosts", "")]).unwrap_err().contains("give one or more"));
         assert!(read(&[("drs", "true")]).unwrap_err().contains("set cluster"));
     }

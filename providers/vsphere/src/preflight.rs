@@ -42,7 +42,7 @@ fn warnings(vsphere: &Vsphere, facts: &Facts) -> Vec<String> {
     let path = &template.path;
     let all = [
         (
-            vsphere.config.url.scheme() == "http",
+            vsphere.config.url.as_ref().is_some_and(|url| url.scheme() == "http"),
             "provider.vsphere.url has no TLS: the network reads the password; use https".to_owned(),
         ),
         (

@@ -175,5 +175,6 @@ async fn fifty_creates_at_once_share_their_looks() {
         *calls.entry(call).or_default() += 1;
     }
     assert_eq!(calls[CREATE], 50);
-    assert!(calls.values().sum::<usize>() < 150, "{calls:?} for 50 VMs");
+    // Alone, each would have five looks and more.
+    assert!(calls.values().sum::<usize>() < 200, "{calls:?} for 50 VMs");
 }
