@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use serde::Deserialize;
 
-use crate::files;
+use crate::{files, pool};
 
 pub(crate) const PATH: &str = "/etc/peerpod/guest.json";
 const VERSION: u32 = 1;
@@ -26,6 +26,9 @@ pub(crate) struct Settings {
     pub(crate) agent_socket: PathBuf,
     /// Files that may hold user-data, in this order.
     pub(crate) user_data: Vec<PathBuf>,
+    /// Folder of claim and user-data, on a tmpfs, of a machine of a pool (provider `byom`). Such a machine reboots at its
+    /// end, which frees it.
+    pub(crate) pool_dir: Option<PathBuf>,
     /// The guest's own state, on a tmpfs: a rebooted VM is a new VM.
     pub(crate) state_dir: PathBuf,
     /// Path of the pod's network namespace.
@@ -124,6 +127,7 @@ impl Default for Settings {
                 .into(),
             agent_socket: "/run/peerpod/agent.sock".into(),
             user_data: vec!["/media/cidata/user-data".into()],
+            pool_dir: None,
             state_dir: "/run/peerpod/guest".into(),
             podns: "/run/netns/podns".into(),
             uplink: NicSetup::default(),
@@ -161,18 +165,25 @@ impl Settings {
         // A data hub of the VM image answers pull requests itself.
         let serve = settings.images.serve && settings.components.data_hub.is_none();
         let images = Images { serve, ..settings.images };
-        Ok(Settings { images, ..settings })
+        // A pod of a pool has no other place.
+        let user_data = match &settings.pool_dir {
+            Some(folder) => vec![folder.join(pool::USER_DATA)],
+            None => settings.user_data,
+        };
+        Ok(Settings { images, user_data, ..settings })
     }
 
     fn check(&self) -> anyhow::Result<()> {
-        for (key, path) in [
+        let pool_dir = self.pool_dir.iter().map(|path| ("pool_dir", path));
+        let others = [
             ("agent_socket", &self.agent_socket),
             ("state_dir", &self.state_dir),
             ("podns", &self.podns),
             ("images.socket", &self.images.socket),
             ("images.store", &self.images.store),
             ("initdata_dir", &self.initdata_dir),
-        ] {
+        ];
+        for (key, path) in others.into_iter().chain(pool_dir) {
             ensure!(path.is_absolute(), "{key}: must be an absolute path");
             ensure!(
                 !path.starts_with("/run/kata-containers"),

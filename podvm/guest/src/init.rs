@@ -260,7 +260,7 @@ impl Supervisor {
                 shutdown::flush(power::flush, &mut None);
             }
         }
-        power::off();
+        power::now(power::Finish::PowerOff);
         Ok(ExitCode::SUCCESS)
     }
 

@@ -32,6 +32,7 @@ mod localhost;
 mod log;
 mod network;
 mod nics;
+mod pool;
 mod power;
 mod proc;
 mod retries;

@@ -18,6 +18,24 @@ use crate::{files, proc, status};
 
 /// Lease until user-data sets another one: a VM that is never assigned to a pod costs money for so long.
 pub(crate) const FIRST_LEASE: Duration = Duration::from_secs(15 * 60);
+/// End of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Finish {
+    PowerOff,
+    /// The machine returns to its pool.
+    Reboot,
+}
+
+impl Finish {
+    /// Returns the end as a command of systemd.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Finish::PowerOff => "poweroff",
+            Finish::Reboot => "reboot",
+        }
+    }
+}
+
 /// Exit code of `serve` that asks pid 1 to power the machine off.
 pub(crate) const POWER_OFF: u8 = 70;
 /// Time limits of the last flush and sync: storage that died with the node must not keep the VM alive.
@@ -187,7 +205,7 @@ pub(crate) fn limit_unwritten() {
 }
 
 /// Returns a figure of /proc/meminfo, in bytes.
-fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
+pub(crate) fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -247,8 +265,8 @@ pub(crate) const ORDERLY: Duration = Duration::from_secs(60);
 /// Time limit of the request. A systemd that hangs must not keep a machine alive after its lease.
 const ASKED: Duration = Duration::from_secs(10);
 
-/// Makes pid 1 end the machine in order, if it is peerpod-guest; in any other case the power goes off at once.
-pub(crate) fn have_ended() {
+/// Makes pid 1 end the machine in order, if it is peerpod-guest; in any other case the machine ends at once.
+pub(crate) fn have_ended(finish: Finish) {
     if crate::init::is_ours() {
         // Pid 1 also notices the end of this process, but a thread that hangs in its flush could delay that.
         match kill(Pid::from_raw(1), Signal::SIGPWR) {
@@ -256,37 +274,40 @@ pub(crate) fn have_ended() {
             Err(error) => tracing::error!(%error, "cannot signal pid 1"),
         }
     }
-    off();
+    now(finish);
 }
 
 /// Makes systemd end the machine in order, if it is pid 1. Returns whether it ends this process, too, before
 /// [`ORDERLY`].
-pub(crate) fn is_ended_by_systemd() -> bool {
+pub(crate) fn is_ended_by_systemd(finish: Finish) -> bool {
     if !status::in_first_pid_namespace() || !Path::new("/run/systemd/system").exists() {
         return false;
     }
-    let ask = || std::process::Command::new("systemctl").args(["--no-block", "poweroff"]).status();
+    let ask = move || std::process::Command::new("systemctl").args(["--no-block", finish.word()]).status();
     match within(ASKED, ask) {
         Some(Ok(status)) if status.success() => return true,
-        Some(Ok(status)) => tracing::error!(%status, "systemctl poweroff"),
-        Some(Err(error)) => tracing::error!(%error, "systemctl poweroff"),
-        None => tracing::error!("systemd does not answer within {ASKED:?}; the power goes off without it"),
+        Some(Ok(status)) => tracing::error!(%status, "systemctl {}", finish.word()),
+        Some(Err(error)) => tracing::error!(%error, "systemctl {}", finish.word()),
+        None => tracing::error!("systemd does not answer within {ASKED:?}; the machine ends without it"),
     }
     false
 }
 
-/// Powers the machine off. Does nothing if pid 1 is one of many: its end is the end of such a "VM". Returns only if it
-/// must not or cannot switch the machine off.
-pub(crate) fn off() {
+/// Ends the machine at once. Does nothing if pid 1 is one of many: its end is the end of such a "VM". Returns only if it
+/// must not or cannot end the machine.
+pub(crate) fn now(finish: Finish) {
     if !status::in_first_pid_namespace() {
         return;
     }
     if within(LAST_SYNC, sync).is_none() {
-        tracing::error!("the last sync takes too long; the power goes off without it");
+        tracing::error!("the last sync takes too long; the machine ends without it");
     }
     // `reboot` returns only on an error.
-    let Err(error) = reboot(RebootMode::RB_POWER_OFF);
-    tracing::error!(%error, "cannot power off");
+    let Err(error) = reboot(match finish {
+        Finish::PowerOff => RebootMode::RB_POWER_OFF,
+        Finish::Reboot => RebootMode::RB_AUTOBOOT,
+    });
+    tracing::error!(%error, ?finish, "cannot end the machine");
 }
 
 #[cfg(test)]

@@ -24,11 +24,11 @@ use crate::identity::Identity;
 use crate::images::Images;
 use crate::link::{GuestHandler, LinkSupervisor};
 use crate::log::Ring;
-use crate::power::{self, Lease};
+use crate::power::{self, Finish, Lease};
 use crate::status::{self, Status};
 use crate::underlay::{self, Watcher};
 use crate::volumes::scratch;
-use crate::{entropy, init, nics, sources, user_data};
+use crate::{entropy, init, nics, pool, sources, user_data};
 
 /// Longest wait of all deferrable work for the node to be dialled: with one processor it would run before.
 const FIRST_WORD: Duration = Duration::from_secs(3);
@@ -51,9 +51,9 @@ pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> 
     runtime.shutdown_timeout(Duration::from_millis(100));
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
-        End::LeaseOver | End::Button => {
+        End::LeaseOver | End::Button | End::Returned => {
             // In namespaces no power goes off, and pid 1 ends them.
-            power::have_ended();
+            power::have_ended(end.finish(settings));
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
@@ -71,6 +71,19 @@ enum End {
     Stopped,
     LeaseOver,
     Button,
+    /// A node requested the reboot of a machine of a pool.
+    Returned,
+}
+
+impl End {
+    /// Returns the end of the machine. One of a pool must be there again, unless a person presses its button.
+    fn finish(&self, settings: &Settings) -> Finish {
+        match self {
+            End::Button => Finish::PowerOff,
+            _ if settings.pool_dir.is_some() => Finish::Reboot,
+            _ => Finish::PowerOff,
+        }
+    }
 }
 
 /// Parts of the guest that live until its end.
@@ -146,13 +159,14 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     let mut end = tokio::select! {
         () = parts.lease.expired() => End::LeaseOver,
         () = init::button::pressed(), if status::in_first_pid_namespace() && !init::is_ours() => End::Button,
+        () = returned(settings) => End::Returned,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
         () = keep_link(settings, ring, &parts) => End::Stopped,
     };
-    if let End::LeaseOver | End::Button = end {
+    if let End::LeaseOver | End::Button | End::Returned = end {
         flush(&end, &parts.control).await;
-        if power::is_ended_by_systemd()
+        if power::is_ended_by_systemd(end.finish(settings))
             && tokio::time::timeout(power::ORDERLY, terminate.recv()).await.is_ok()
         {
             end = End::Stopped;
@@ -166,11 +180,20 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     Ok(end)
 }
 
-/// Writes the volumes' data out before the power goes off.
+/// Waits until a node requests the reboot of a machine of a pool.
+async fn returned(settings: &Settings) {
+    match &settings.pool_dir {
+        Some(folder) => pool::returned(folder).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Writes the volumes' data out before the machine ends.
 async fn flush(end: &End, control: &Control) {
     match end {
         End::Button => tracing::warn!("the power button was pressed: powering off"),
-        _ => tracing::error!("the link was silent for the whole lease: powering off"),
+        End::Returned => tracing::info!("a node requested the reboot: the machine returns to its pool"),
+        _ => tracing::error!("the link was silent for the whole lease: the machine ends"),
     }
     match tokio::time::timeout(power::LAST_FLUSH, control.flush()).await {
         Ok(Ok(())) => {}
@@ -218,6 +241,9 @@ async fn open_images(images: Images, status: Arc<Status>, state_dir: PathBuf) {
 async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     let Parts { status, control, .. } = parts;
     let restore = tokio::spawn(restore(control.clone()));
+    if let Some(folder) = &settings.pool_dir {
+        pool::claimed(folder, &parts.lease).await;
+    }
     let stage = status.begin("user-data");
     let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
     for error in wrong {

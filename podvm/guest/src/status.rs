@@ -33,6 +33,11 @@ pub(crate) fn since_boot() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
+/// Returns the kernel's id of the boot.
+pub(crate) fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
 /// Returns whether pid 1 of this namespace is that of the machine.
 pub(crate) fn in_first_pid_namespace() -> bool {
     std::fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST_PID_NAMESPACE)
@@ -115,8 +120,7 @@ impl Status {
         let zero = birth_of_vm();
         let mut inner = guest::Status::new();
         inner.version = env!("CARGO_PKG_VERSION").to_owned();
-        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        inner.boot_id = boot_id.trim().to_owned();
+        inner.boot_id = boot_id();
         let [called, asked] = [(); 2].map(|()| Flag(watch::Sender::new(restarted)));
         let status = Status {
             zero,

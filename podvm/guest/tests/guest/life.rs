@@ -45,6 +45,12 @@ fn a_guest_as_a_service_claims_serves_restarts_and_ends() {
     in_namespaces("service");
 }
 
+/// As on a machine of a pool: the test plays the node that claims the machine over SFTP.
+#[test]
+fn a_guest_of_a_pool_waits_for_its_claim_serves_one_pod_and_reboots() {
+    in_namespaces("pool");
+}
+
 fn in_namespaces(mode: &str) {
     assert!(nix::unistd::geteuid().is_root(), "this test makes namespaces: run it as root");
     let output = Command::new("unshare")
@@ -127,13 +133,17 @@ fn start_guest(user_data: &UserData, mode: &str) -> Child {
         "version": 1,
         "agent": ["/usr/bin/env", format!("{AGENT}=/run/peerpod/agent.sock"), test, "life::be_an_agent", "--exact", "--ignored"],
         "log": "info",
+        "pool_dir": (mode == "pool").then_some("/media/cidata"),
     });
     let script = format!(
         "{mount} /run; {mount} /etc; {mount} /media; mkdir -p /etc/peerpod /media/cidata
          mount --bind /tmp /tmp  # init leaves it alone then: this very program may lie below it
          printf %s \"$SETTINGS\" > /etc/peerpod/guest.json
-         printf %s \"$USER_DATA\" > /media/cidata/user-data; mount -o remount,ro /media
-         unset SETTINGS USER_DATA; {}",
+         {}; unset SETTINGS USER_DATA; {}",
+        match mode {
+            "pool" => "true",
+            _ => "printf %s \"$USER_DATA\" > /media/cidata/user-data; mount -o remount,ro /media",
+        },
         if mode == "init" { "exec \"$GUEST\"" } else { SERVICE }
     );
     Command::new("ip")
@@ -211,20 +221,47 @@ fn inner() {
         lease_seconds: 60,
     };
     let mut vm = start_guest(&user_data, &mode);
+    let folder = (mode == "pool").then(|| claim(&user_data));
     // Another host has the node's address at first. The guest shows it no ticket, and the right node still gets the
     // ticket.
     runtime.block_on(Relay::new(SANDBOX).impersonate(&format!("{NODE}:15151"), 3));
     let mut relay = runtime.block_on(relay.listen(&format!("{NODE}:15151")));
     life(&runtime, &mut relay, &mode);
 
-    // The node is gone: the lease (2 s) ends the VM.
+    // The node is gone: the lease (2 s) ends the VM. A machine of a pool ends at the node's request.
     let since = Instant::now();
+    if let Some(folder) = folder {
+        std::fs::write(folder.join("reboot"), "").unwrap();
+        let status = until("the reboot", || vm.try_wait().unwrap());
+        assert!(status.success(), "{status}");
+        println!("inner is done");
+        return;
+    }
     drop(relay);
     drop(runtime);
     let status = until("the power-off", || vm.try_wait().unwrap());
     assert!(status.success(), "{status}");
     assert!(since.elapsed() >= Duration::from_millis(1500), "{:?}", since.elapsed());
     println!("inner is done");
+}
+
+/// Claims the machine as a node does, and delivers user-data. Returns the folder of its files.
+fn claim(user_data: &UserData) -> PathBuf {
+    let line = format!("{} serve", env!("CARGO_BIN_EXE_peerpod-guest"));
+    let serve = until("the guest runs", || process(&line));
+    let folder = PathBuf::from(format!("/proc/{serve}/root/media/cidata"));
+    let machine = until("the boot is published", || std::fs::read(folder.join("machine")).ok());
+    let machine: serde_json::Value = serde_json::from_slice(&machine).unwrap();
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    assert_eq!((&machine["version"], machine["boot_id"].as_str()), (&1.into(), Some(boot_id.trim())));
+    assert!(machine["vcpus"].as_u64() > Some(0) && machine["memory_mib"].as_u64() > Some(64), "{machine}");
+    let aside = folder.join("user-data.0");
+    std::fs::write(&aside, user_data.to_json()).unwrap();
+    std::fs::write(folder.join("claim"), "{}").unwrap();
+    std::fs::rename(aside, folder.join("user-data")).unwrap();
+    // The guest program may be started again; the machine's folder stays open.
+    let open = std::fs::File::open(&folder).unwrap();
+    PathBuf::from(format!("/proc/self/fd/{}", std::os::fd::IntoRawFd::into_raw_fd(open)))
 }
 
 fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
