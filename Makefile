@@ -3,12 +3,13 @@
 
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-# The clouds' SDKs are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
+# The clouds' SDKs and SSH are in no default build: minutes and gigabytes. `make test CLOUDS=1` (as CI does) has them in the one
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
 # Clouds with a fake in tests/clouds, a test binary each, and a witness.
 CLOUD_KINDS := alibabacloud azure gcp ibmcloud powervs vsphere
 empty :=
-CLOUD_FEATURES := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness$(subst $(empty) ,,$(CLOUD_KINDS:%=,peerpod-provider-%/witness))
+CLOUD_PROVIDERS := peerpod-providers/aws,peerpod-providers/byom
+CLOUD_FEATURES := --features $(CLOUD_PROVIDERS),peerpod-provider-aws/sdk,peerpod-test-ec2/moto,peerpod-test-clouds/witness$(subst $(empty) ,,$(CLOUD_KINDS:%=,peerpod-provider-%/witness))
 WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
@@ -78,7 +79,7 @@ release:
 # CLOUDS=1: with the clouds' SDKs. PROFILE=dev: with the programs of the tests' build, and the libraries that these need.
 DIST_TARGET := $(ARCH)-unknown-linux-musl
 DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
-DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
+DIST_WITH := $(if $(CLOUDS),--features $(CLOUD_PROVIDERS))
 # Paths of this machine are not in what is built.
 DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
 dist: setup-dist
@@ -202,7 +203,7 @@ lint: setup
 	$(CARGO) fmt --all --check
 	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings)
 	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) --test cluster --test csi $(WITH) -- -D warnings)
-	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
+	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws -p peerpod-provider-byom)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(WITH) --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees

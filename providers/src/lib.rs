@@ -51,6 +51,7 @@ type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Sen
     feature = "alibabacloud",
     feature = "aws",
     feature = "azure",
+    feature = "byom",
     feature = "fake",
     feature = "gcp",
     feature = "ibmcloud",
@@ -102,6 +103,17 @@ const TABLE: &[Row] = &[
             use peerpod_provider_azure::{AzureConfig, AzureProvider};
             let config = AzureConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(AzureProvider::new(config, owner)?)))
+        },
+    },
+    #[cfg(feature = "byom")]
+    Row {
+        kind: "byom",
+        // The machines may be rented, and each pod costs a reboot.
+        free: false,
+        read: |reader, context| {
+            use peerpod_provider_byom::{ByomConfig, ByomProvider};
+            let config = ByomConfig::read(reader, context.purpose == Purpose::Create);
+            at_once(|owner| Ok(Arc::new(ByomProvider::new(config, owner))))
         },
     },
     #[cfg(feature = "gcp")]
@@ -189,6 +201,8 @@ const LEFT_OUT: &[&str] = &[
     "aws",
     #[cfg(not(feature = "azure"))]
     "azure",
+    #[cfg(not(feature = "byom"))]
+    "byom",
     #[cfg(not(feature = "external"))]
     "external",
     #[cfg(not(feature = "gcp"))]
