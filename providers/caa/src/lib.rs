@@ -7,6 +7,7 @@
 mod alibabacloud;
 mod aws;
 mod azure;
+mod byom;
 mod gcp;
 mod ibmcloud;
 mod libvirt;
@@ -27,6 +28,7 @@ const TABLE: &[(&str, Convert)] = &[
     ("alibabacloud", alibabacloud::convert),
     ("aws", aws::convert),
     ("azure", azure::convert),
+    ("byom", byom::convert),
     ("gcp", gcp::convert),
     ("ibmcloud", ibmcloud::convert),
     ("ibmcloud-powervs", powervs::convert),

@@ -6,6 +6,8 @@ use peerpod_provider_api::Confidential;
 use peerpod_provider_aws::AwsConfig;
 use peerpod_provider_azure::AzureConfig;
 use peerpod_provider_azure::config::Credentials;
+use peerpod_provider_byom::ByomConfig;
+use peerpod_provider_byom::config::HostKeys;
 use peerpod_provider_gcp::GcpConfig;
 use peerpod_provider_ibmcloud::IbmCloudConfig;
 use peerpod_provider_powervs::PowerVsConfig;
@@ -392,6 +394,44 @@ fn every_setting_of_a_full_config_map_for_vsphere_arrives_and_is_read_without_a_
     lists(&converted, &["GOVC_HOST", "DRS chooses the host"]);
     let config = read_back("vsphere", &converted, VsphereConfig::read);
     assert!(config.drs && config.hosts.is_empty() && config.cluster.as_deref() == Some("C0"));
+}
+
+#[test]
+fn every_setting_of_a_full_config_map_for_byom_arrives_and_is_read_without_a_mistake() {
+    let converted = of(
+        "byom",
+        &[
+            ("VM_POOL_IPS", "10.0.0.7, 10.0.0.10-10.0.0.12"),
+            ("SSH_USERNAME", "peerpod"),
+            ("SSH_PUB_KEY_PATH", "/keys/id_ed25519.pub"),
+            ("SSH_PRIV_KEY_PATH", "/keys/id_ed25519"),
+            ("SSH_TIMEOUT", "20"),
+            ("SSH_HOST_KEY_ALLOWLIST_DIR", "/keys/hosts"),
+            ("POOL_NAMESPACE", "confidential-containers-system"),
+            ("POOL_CONFIGMAP_NAME", "byom-ip-pool-state"),
+            ("MAX_RANGE_IPS", "100"),
+        ],
+    );
+    assert_eq!((converted.known.len(), converted.lost.len()), (9, 4));
+    lists(
+        &converted,
+        &["follows from the private key", "delete the ConfigMap", "POOL_NAMESPACE", "MAX_RANGE_IPS"],
+    );
+    let config = read_back("byom", &converted, ByomConfig::read);
+    assert_eq!((config.machines.len(), config.username.as_str()), (4, "peerpod"));
+    assert_eq!(config.host_keys, HostKeys::Folder("/keys/hosts".into()));
+    assert_eq!(config.connect_timeout.as_secs(), 20);
+}
+
+#[test]
+fn defaults_for_byom_that_are_not_safe_are_named_with_a_remedy() {
+    let converted = of("byom", &[("VM_POOL_IPS", "10.0.0.7"), ("SSH_TIMEOUT", "soon")]);
+    assert_eq!(converted.settings["private-key-file"], "/root/.ssh/id_rsa");
+    assert_eq!(converted.settings["connect-timeout"], "30s");
+    lists(&converted, &["RSA keys are not supported", "every host key was accepted", "`soon` is no number"]);
+    let mut converted = converted;
+    converted.settings.insert("known-hosts-file".to_owned(), "/keys/known_hosts".into());
+    assert_eq!(read_back("byom", &converted, ByomConfig::read).machines.len(), 1);
 }
 
 #[test]
