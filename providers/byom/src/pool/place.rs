@@ -18,8 +18,10 @@ use super::claim::Boot;
 use super::known::Seen;
 use super::machine::{Machine, State};
 
-/// Age up to which an earlier answer counts.
+/// Age up to which a machine that answered as free counts as free.
 const FRESH: Duration = Duration::from_secs(3);
+/// Age up to which another machine is not asked again. It is asked last, because it may be free by now.
+const ASKED: Duration = Duration::from_millis(500);
 /// Number of machines that are asked at first, for each one that is not free, and at most at once. Most places need one.
 const FIRST: usize = 2;
 const MORE: usize = 2;
@@ -106,10 +108,10 @@ fn chances(
     if let Some(down) = known.down().filter(|_| !known.is_worth_a_place(pool.config.quarantine, now)) {
         return Err(Reason::now(down.fault.to_string()));
     }
-    match known.recent(FRESH, now) {
+    match known.recent(ASKED, now) {
         None | Some(Seen::Free(_)) => {}
-        Some(Seen::Taken | Seen::Ours(..)) => return Err(Reason::now(TAKEN)),
-        Some(other) => return Err(Reason::now(describe(other))),
+        Some(Seen::Resting(why)) => return Err(Reason::now(*why)),
+        Some(_) => return Err(Reason::now(TAKEN)),
     }
     match known.seen() {
         _ if known.down().is_some() => Ok(3),
@@ -121,13 +123,6 @@ fn chances(
 
 const TAKEN: &str = "it has a pod";
 const CHOSEN: &str = "chosen for another pod";
-
-fn describe(seen: &Seen) -> String {
-    match seen {
-        Seen::Resting(why) => (*why).to_owned(),
-        _ => TAKEN.to_owned(),
-    }
-}
 
 async fn ask(pool: &Pool, machine: &Machine, request: &CreateRequest, holder: &str) -> Result<(), Reason> {
     let now = Instant::now();

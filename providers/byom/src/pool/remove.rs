@@ -19,6 +19,7 @@ pub(crate) async fn delete(pool: &Pool, id: &InstanceId) -> Result<(), Error> {
         Err(_) if machine.known.lock().is_leaving(&vm.boot_id) => return Ok(()),
         Err(fault) => return Err(unreachable(fault)),
     };
-    let is_there = session.ours(&pool.owner).is_some_and(|found| found.claim.boot_id == vm.boot_id);
-    if is_there { session.reboot().await.map_err(unreachable) } else { Ok(()) }
+    let asks =
+        session.ours(&pool.owner).is_some_and(|found| found.claim.boot_id == vm.boot_id && !found.reboots);
+    if asks { session.reboot().await.map_err(unreachable) } else { Ok(()) }
 }

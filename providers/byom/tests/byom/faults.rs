@@ -156,7 +156,8 @@ async fn a_machine_that_is_not_ready_gets_no_pod() {
     assert_eq!(error.class(), "invalid", "{error}");
     contains(&error.to_string(), &["no machine of the pool is large enough", "less than 5 vCPUs"]);
     site.machine(0).kill();
-    refused(provider().place(&request("a")).await.unwrap_err(), "connect: Connection refused");
+    // The connection is refused, or reset if the kernel was slower.
+    refused(provider().place(&request("a")).await.unwrap_err(), "Connection re");
 }
 
 #[tokio::test(flavor = "multi_thread")]

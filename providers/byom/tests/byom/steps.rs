@@ -12,6 +12,8 @@ use super::common::{Site, key, request};
 
 /// Most packets of a create; the test fails if there are more.
 const MOST: usize = 60;
+/// Number of creates without a cut after which no further packet is expected.
+const UNCUT: usize = 2;
 /// Settings of a provider that waits for nothing.
 const QUICK: [(&str, &str); 3] = [("connect-timeout", "2s"), ("call-timeout", "2s"), ("quarantine", "0s")];
 
@@ -24,6 +26,13 @@ enum Cut {
     Way,
 }
 
+/// Call whose packets are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Place,
+    Create,
+}
+
 /// Places the request on the machine behind the proxy, by a provider that has dialled nothing yet.
 async fn placed_at(provider: &ByomProvider, proxy: &Proxy, wish: &CreateRequest) -> CreateRequest {
     let expected = Placement::new(proxy.address.to_string()).unwrap();
@@ -32,8 +41,13 @@ async fn placed_at(provider: &ByomProvider, proxy: &Proxy, wish: &CreateRequest)
     CreateRequest { placement, ..wish.clone() }
 }
 
-/// Cuts one create; returns the class of its answer. `None`: the create had no packet of this number.
-async fn cut_at(site: &Arc<Site>, cut: Cut, delivers: bool, packet: usize) -> Option<&'static str> {
+/// Cuts one call; returns the class of the answer. `None`: the call had no packet of this number.
+async fn cut_at(
+    site: &Arc<Site>,
+    (cut, delivers): (Cut, bool),
+    call: Call,
+    packet: usize,
+) -> Option<&'static str> {
     let (dying, other) = (0, 1);
     let at_cut = {
         let site = site.clone();
@@ -44,11 +58,11 @@ async fn cut_at(site: &Arc<Site>, cut: Cut, delivers: bool, packet: usize) -> Op
         }
     };
     let machine = site.machine(dying).address;
-    let proxy = Proxy::start(machine, packet, delivers, at_cut).await;
+    let proxy = Proxy::start(machine, delivers, at_cut).await;
     let pin = format!("[{}]:{} ", proxy.address.ip(), proxy.address.port());
     let known = std::fs::read_to_string(site.folder().join("known_hosts")).unwrap();
     let key_of = known.lines().next().unwrap().split_once(' ').unwrap().1.to_owned();
-    let hosts = site.folder().join(format!("known_hosts.{cut:?}.{delivers}.{packet}"));
+    let hosts = site.folder().join(format!("known_hosts.{call:?}.{packet}"));
     std::fs::write(&hosts, format!("{known}{pin}{key_of}\n")).unwrap();
     let hosts = hosts.display().to_string();
     let of = |machines: String| {
@@ -56,15 +70,19 @@ async fn cut_at(site: &Arc<Site>, cut: Cut, delivers: bool, packet: usize) -> Op
         site.provider(&settings.concat())
     };
     let both = of(format!("{},{}", proxy.address, site.address(other)));
-    // Before the cut there is one choice.
-    site.machine(other).files().write("claim", b"of somebody else");
     let wish = request(&format!("pod-{packet}"));
-    let key = key(&format!("{cut:?}-{delivers}"), u32::try_from(packet).unwrap());
+    let key = key(&format!("{call:?}"), u32::try_from(packet).unwrap());
+    if call == Call::Place {
+        proxy.arm(packet);
+    }
     let outcome = match both.place(&wish).await {
         Err(error) => Err(error),
         Ok(_) if proxy.is_cut().await => Err(Error::transient("the machine was chosen and lost")),
         Ok(_) => {
             let placed = placed_at(&both, &proxy, &wish).await;
+            if call == Call::Create {
+                proxy.arm(packet);
+            }
             Ok((both.create(&placed, &key).await, placed))
         }
     };
@@ -75,13 +93,10 @@ async fn cut_at(site: &Arc<Site>, cut: Cut, delivers: bool, packet: usize) -> Op
         Ok((Err(error), _)) => Some(error.class()),
     };
     check(site, cut, &proxy, &both, &key, outcome).await;
-    // Everything is free again for the next packet.
-    for number in [dying, other] {
-        let mut machine = site.machine(number);
-        machine.kill();
-        machine.start();
-    }
-    site.until("both are free", || [dying, other].iter().all(|number| site.machine(*number).is_published()));
+    // It is free again for the next packet.
+    site.machine(dying).kill();
+    site.machine(dying).start();
+    site.until("it is free", || site.machine(dying).is_published());
     class
 }
 
@@ -148,25 +163,41 @@ async fn check(
     assert_eq!(site.doubles(), 0);
 }
 
-async fn cut_everywhere(cut: Cut, delivers: bool) {
-    let site = Arc::new(Site::start(2));
-    let mut classes = Vec::new();
-    while let Some(class) = cut_at(&site, cut, delivers, classes.len() + 1).await {
-        classes.push(class);
-        assert!(classes.len() < MOST, "a create has more than {MOST} packets");
+/// Cuts a call at each of its packets; returns the classes of the answers.
+async fn cut_everywhere(site: &Arc<Site>, cut: (Cut, bool), call: Call) -> Vec<&'static str> {
+    let (mut classes, mut uncut) = (Vec::new(), 0);
+    // The same call may be a packet longer or shorter, because packets may be joined.
+    for packet in 1.. {
+        assert!(packet < MOST, "a call has more than {MOST} packets");
+        match cut_at(site, cut, call, packet).await {
+            Some(class) if call == Call::Create || class == "place" => classes.push(class),
+            _ => uncut += 1,
+        }
+        if uncut == UNCUT {
+            break;
+        }
     }
-    println!("{cut:?}, delivered {delivers}: {} packets: {}", classes.len(), classes.join(" "));
-    for class in ["place", "capacity", "transient"] {
+    println!("{cut:?}, {call:?}: {}", classes.join(" "));
+    classes
+}
+
+async fn cut_all(cut: (Cut, bool)) {
+    let site = Arc::new(Site::start(2));
+    // There is one choice.
+    site.machine(1).files().write("claim", b"of somebody else");
+    let classes = cut_everywhere(&site, cut, Call::Create).await;
+    for class in ["capacity", "transient"] {
         assert!(classes.contains(&class), "no packet had the answer {class}");
     }
+    cut_everywhere(&site, cut, Call::Place).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_loses_its_power_at_any_packet_runs_no_pod_twice() {
-    cut_everywhere(Cut::Power, false).await;
+    cut_all((Cut::Power, false)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_whose_last_answer_is_lost_runs_no_pod_twice() {
-    cut_everywhere(Cut::Way, true).await;
+    cut_all((Cut::Way, true)).await;
 }

@@ -35,8 +35,8 @@ exec /usr/sbin/sshd -D -e -f "$config"
 pub struct Machine {
     /// Address of its sshd.
     pub address: SocketAddr,
-    /// Number of claims that it got.
-    pub claims: usize,
+    /// Number of claims that it got in earlier boots.
+    claims: usize,
     /// Number of boots in which it was given to two pods.
     pub doubles: usize,
     /// Pods that got user-data: machine and boot, key, user-data.
@@ -109,18 +109,23 @@ impl Machine {
 
     /// Notes that the machine boots, with its tmpfs in this process's namespace.
     pub fn started(&mut self, root: u32) {
+        self.claims += usize::from(self.claim.is_some());
         (self.root, self.boots, self.claim, self.user_data) = (root, self.boots + 1, None, None);
     }
 
     /// Cuts the power: no connection is ended in order, and the tmpfs is gone.
     pub fn kill(&mut self) {
         let Some(mut process) = self.process.take() else { return };
-        let inside = self.processes(&process);
+        let files = self.files();
+        // Before, its processes have no namespaces that end with it.
+        let mut boots = || files.has(".mounted") || process.try_wait().unwrap().is_some();
+        eventually_blocking("a machine boots", PATIENCE, || boots().then_some(())).unwrap();
+        let inside = processes_in(&process);
         process.kill().unwrap();
         process.wait().unwrap();
         // The port is free when the last process is gone.
-        let gone =
-            || inside.iter().all(|pid| !Path::new(&format!("/proc/{pid}/fd/0")).exists()).then_some(());
+        let is_left = |(pid, namespace): &(u32, PathBuf)| namespace_of(*pid).as_ref() == Some(namespace);
+        let gone = || inside.iter().all(|one| !is_left(one)).then_some(());
         eventually_blocking("a machine is off", PATIENCE, gone).unwrap();
         (self.root, self.hangs_until, self.reboots_at) = (0, None, None);
     }
@@ -144,6 +149,11 @@ impl Machine {
         }
     }
 
+    /// Number of claims that the machine got.
+    pub fn claims(&self) -> usize {
+        self.claims + usize::from(self.files().has("claim"))
+    }
+
     /// Whether the machine hangs.
     pub fn hangs(&self) -> bool {
         self.hangs_until.is_some()
@@ -152,21 +162,8 @@ impl Machine {
     fn signal(&self, signal: &str) {
         let Some(process) = &self.process else { return };
         // A session may end meanwhile.
-        let pids = self.processes(process).into_iter().map(|pid| pid.to_string());
+        let pids = processes_in(process).into_iter().map(|(pid, _)| pid.to_string());
         Command::new("kill").arg(format!("-{signal}")).args(pids).stderr(Stdio::null()).status().unwrap();
-    }
-
-    /// Returns the processes in its PID namespace.
-    fn processes(&self, process: &Child) -> Vec<u32> {
-        let pid_namespace = |pid: &str, kind: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
-        let Some(ours) = pid_namespace(&process.id().to_string(), "pid_for_children") else {
-            return Vec::new();
-        };
-        assert_ne!(Some(&ours), pid_namespace("self", "pid").as_ref(), "it has a namespace of its own");
-        let entries = fs::read_dir("/proc").unwrap().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        let inside = names.filter(|name| pid_namespace(name, "pid").as_ref() == Some(&ours));
-        inside.filter_map(|name| name.parse().ok()).collect()
     }
 
     /// Whether its sshd listens and its boot is published.
@@ -224,7 +221,6 @@ impl Machine {
         let Some(claim) = files.claim() else { return };
         match &self.claim {
             None => {
-                self.claims += 1;
                 if delays.swap(false, Ordering::Relaxed) {
                     self.freeze(HANG);
                 }
@@ -267,6 +263,21 @@ pub fn boot(folder: &Path, machines: &[&Path], netns: Option<&Path>) -> Child {
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).arg(folder).args(machines);
     command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap()
+}
+
+/// Returns the processes in the PID namespace of a machine, which is not that of this test.
+fn processes_in(machine: &Child) -> Vec<(u32, PathBuf)> {
+    let ours = fs::read_link(format!("/proc/{}/ns/pid_for_children", machine.id())).ok();
+    let Some(ours) = ours.filter(|ours| namespace_of(std::process::id()).as_ref() != Some(ours)) else {
+        return Vec::new();
+    };
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| namespace_of(*pid).as_ref() == Some(&ours)).map(|pid| (pid, ours.clone())).collect()
+}
+
+fn namespace_of(pid: u32) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/ns/pid")).ok()
 }
 
 fn octets(address: SocketAddr) -> [u8; 4] {

@@ -142,6 +142,14 @@ impl Site {
             .collect()
     }
 
+    /// Ids of the machines with a claim of this installation.
+    pub fn claimed_by(&self, installation: &str) -> Vec<String> {
+        let is_ours = |machine: &Machine| {
+            machine.files().claim().is_some_and(|claim| claim["marks"]["installation"] == installation)
+        };
+        self.machines().filter(|machine| is_ours(machine)).map(|machine| machine.id()).collect()
+    }
+
     /// Machines that were given to two pods in one boot.
     pub fn doubles(&self) -> usize {
         self.machines().map(|machine| machine.doubles).sum()
@@ -235,7 +243,7 @@ impl TestCloud for Site {
     }
 
     fn creates(&self) -> usize {
-        self.machines().map(|machine| machine.claims).sum()
+        self.machines().map(|machine| machine.claims()).sum()
     }
 
     fn delay_answer(&self) {

@@ -36,10 +36,9 @@ struct State {
 }
 
 impl Proxy {
-    /// Starts a proxy that cuts at the client's packet of this number.
+    /// Starts a proxy, which cuts nothing until [`Proxy::arm`].
     pub async fn start(
         machine: SocketAddr,
-        packet: usize,
         delivers: bool,
         at_cut: impl Fn() + Send + Sync + 'static,
     ) -> Proxy {
@@ -47,7 +46,7 @@ impl Proxy {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(State {
             machine,
-            left: packet.into(),
+            left: usize::MAX.into(),
             delivers,
             is_cut: false.into(),
             is_made: false.into(),
@@ -66,6 +65,11 @@ impl Proxy {
             }
         });
         Proxy { address, state, task }
+    }
+
+    /// Cuts at the client's packet of this number, from now on.
+    pub fn arm(&self, packet: usize) {
+        self.state.left.store(packet, Ordering::Relaxed);
     }
 
     /// Whether the cut was made; waits for one that has begun.
