@@ -84,7 +84,7 @@ impl Power {
         let crn = format!("crn:v1:bluemix:public:power-iaas:{}:a/{account}:{}::", self.zone, self.workspace);
         let crn = HeaderValue::from_str(&crn)
             .map_err(|_| Error::invalid(format!("{}: the account of the token is none", call.what)))?;
-        self.rest.call(call, &request.clone().header_value(HeaderName::from_static("crn"), crn)).await
+        self.rest.call(call, &request.clone().with(HeaderName::from_static("crn"), crn)).await
     }
 
     /// Reads one object; `None`: it does not exist.

@@ -12,7 +12,7 @@ use peerpod_provider_api::{
     Preflight, Provider,
 };
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Look, Marks, Recent, Scheduler, Wait, names, until, wait_for};
+use peerpod_provider_cloud::{Look, Marks, Recent, Scheduler, Wait, check_creates, names, until, wait_for};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
@@ -149,10 +149,7 @@ impl PowerVs {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "ibmcloud-powervs")?;
         if request.placement.is_some() {
             let text = format!(

@@ -13,7 +13,8 @@ use peerpod_provider_api::{
     IdempotencyKey, InstanceId, Market, Owned, Owner, Placement, Preflight, Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Wait, names, offerings, until, wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, names, offering, offerings, until,
+    wait_for,
 };
 use peerpod_provider_rest::Decision;
 use prometheus_client::registry::Registry;
@@ -166,10 +167,7 @@ impl Vsphere {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         self.capabilities().check(request, "vsphere")?;
         volumes::check(&request.disks, &format!("create of {}", request.name))
     }
@@ -190,26 +188,11 @@ impl Vsphere {
     async fn place(&self, request: &CreateRequest) -> Result<Placement, Error> {
         let facts = self.facts(false).await?;
         let wanted = CreateRequest { user_data: String::new(), ..request.clone() };
-        let placement = self.planner.place(&wanted, facts.places.len())?;
-        let all = offerings(&CreateRequest { placement: Some(placement), ..CreateRequest::default() })?;
-        let all = all.unwrap_or_default();
+        let all = offerings(&wanted, async { self.planner.place(&wanted, facts.places.len()) }).await?;
         let first = names::digest(&[&request.name]).first().copied().unwrap_or_default();
         let chosen = all.get(usize::from(first) % all.len().max(1));
         let zones = chosen.map(|offering| offering.zone.clone()).into_iter().collect();
         self.planner.place(&CreateRequest { zones, ..wanted }, 1)
-    }
-
-    async fn placed(&self, request: &CreateRequest) -> Result<Offering, Error> {
-        let placed = match offerings(request)? {
-            Some(placed) => placed,
-            None => {
-                let placement = Some(self.place(request).await?);
-                offerings(&CreateRequest { placement, ..request.clone() })?.unwrap_or_default()
-            }
-        };
-        let first = placed.into_iter().next();
-        first
-            .ok_or_else(|| Error::invalid(format!("create of {}: its placement names nothing", request.name)))
     }
 
     async fn template(&self, request: &CreateRequest, facts: &Facts) -> Result<Template, Error> {
@@ -227,7 +210,7 @@ impl Vsphere {
         self.check(request)?;
         let until = until();
         let facts = self.facts(false).await?;
-        let offering = self.placed(request).await?;
+        let offering = offering(request, self.place(request)).await?;
         let place = facts.places.iter().find(|place| place.name == offering.zone);
         let place = place.ok_or_else(|| {
             let (name, zone) = (&request.name, &offering.zone);
