@@ -14,7 +14,8 @@ pub(crate) const DIALECT: Dialect = Dialect { refusals: REFUSALS, said, left: |_
 pub(crate) const REFUSALS: Refusals = Refusals { cloud: "PowerVS", rows: ROWS, usual };
 
 const LOGIN: &str = "check the key of provider.ibmcloud-powervs, and the node's clock";
-const ROLE: &str = "give the service id the role Manager on the workspace (providers/ibmcloud-powervs/README.md)";
+const ROLE: &str =
+    "give the service id the role Manager on the workspace (providers/ibmcloud-powervs/README.md)";
 const QUOTA: &str = "ask IBM's support for a higher limit of the workspace, or end other VMs";
 const ADDRESS: &str = "give network-id a network with more free addresses";
 const SYSTEM: &str = "set system-type to one with free processors (ibmcloud pi workspace system-pool list)";

@@ -195,6 +195,9 @@ impl Description {
         for fault in &vm.faults {
             line("fault", fault);
         }
+        for warning in &vm.warnings {
+            line("warning", warning);
+        }
         line("node", &vm.node);
         line("vm", vm.vm.as_deref().unwrap_or("none yet"));
         line("created", &vm.created.map(|at| format!("{at} ({} ago)", since(at))).unwrap_or_default());

@@ -94,7 +94,9 @@ fn shows(line: &CommandLine<'_>, id: &str) {
     // The build's features decide that list.
     let (before, rest) = status.split_once("in this build: ").unwrap();
     let rest = rest.split_once(')').unwrap().1;
-    let released = format!("{before}in this build: local, aws, azure, gcp, libvirt, external){rest}");
+    let released = format!(
+        "{before}in this build: local, alibabacloud, aws, azure, byom, gcp, ibmcloud, ibmcloud-powervs, libvirt, vsphere, external){rest}"
+    );
     capture("status of a node", "peerpod status", &released).unwrap();
     let status = line.json(&["status", "-o", "json"]);
     assert_eq!(

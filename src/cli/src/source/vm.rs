@@ -33,6 +33,8 @@ pub(crate) struct Vm {
     pub(crate) cause: Option<String>,
     /// Present faults of the VM, and of its node, that have not failed the sandbox; a cluster has them as Events.
     pub(crate) faults: Vec<String>,
+    /// Parts of the node that work with less than they should.
+    pub(crate) warnings: Vec<String>,
     /// Further facts, by name: `type`, `zone`, `market`, `image`, `addresses` and others, as far as they are known.
     pub(crate) facts: BTreeMap<&'static str, String>,
     /// The stages that it reached, in order.
@@ -83,10 +85,10 @@ impl Vm {
             ("guest", Some(guest)),
             ("gone", detail.gone_ms.and_then(time).map(|at| at.to_string())),
         ];
-        let of_node = node.waiting.iter().chain(&node.warnings);
-        let of_node = of_node.map(|(name, why)| format!("node, {name}: {why}"));
-        let faults = detail.faults.into_iter().chain(of_node).collect();
-        Vm { facts: known(facts), stages, faults, ..Vm::of_node(sandbox, &node.node) }
+        let of_node = |(name, why): (&String, &String)| format!("node, {name}: {why}");
+        let faults = detail.faults.into_iter().chain(node.waiting.iter().map(of_node)).collect();
+        let warnings = node.warnings.iter().map(of_node).collect();
+        Vm { facts: known(facts), stages, faults, warnings, ..Vm::of_node(sandbox, &node.node) }
     }
 
     fn of_peerpod(object: &DynamicObject) -> Vm {
@@ -120,6 +122,7 @@ impl Vm {
             failed: failure.is_some(),
             cause: failure.and_then(|one| text(one, "/message")),
             faults: Vec::new(),
+            warnings: Vec::new(),
             facts: known(facts),
             stages,
             peerpod: Some(object.name_any()),
