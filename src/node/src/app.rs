@@ -87,11 +87,12 @@ async fn read_state(
     state_dir: &Path,
     metrics: &Metrics,
     starting: &BlockReady,
-    shutdown: &Shutdown,
+    (cluster, shutdown): (Option<&Cluster>, &Shutdown),
 ) -> Result<(Ledger, Inbox, Kept)> {
     let ledger = Ledger::open(state_dir)?;
     // The ledger holds the lock: a write in progress at exit keeps the successor out until it completes.
     let ledger = ledger.guarded_by(lock(state_dir, starting, shutdown).await?);
+    cluster.iter().for_each(|cluster| cluster.is_alone());
     // The inbox comes first: the relay has already answered the stops in it.
     let inbox = Inbox::open(state_dir)?;
     let (notes, bad_notes) = inbox.read()?;
@@ -144,8 +145,8 @@ async fn serve(
     // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
     files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
-    let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, shutdown).await?;
-    cluster.iter().for_each(Cluster::is_alone);
+    let (ledger, inbox, kept) =
+        read_state(&config.state_dir, &metrics, &starting, (cluster.as_ref(), shutdown)).await?;
 
     let (admin, may_have_vms) = ((config.admin_listen, &ready), kept.may_have_vms());
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;

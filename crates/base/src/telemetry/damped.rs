@@ -77,9 +77,13 @@ impl Lines {
         None
     }
 
-    /// Returns the last line of each finished window that was left out, with the number of the others.
+    /// Returns the last line of each finished window that was left out, with the number of the others. A long line stays:
+    /// the next equal one has its number.
     pub(super) fn finished(&mut self, now: Instant) -> Vec<(String, u64)> {
-        let over = self.0.extract_if(|_, counted| now.duration_since(counted.since) >= WINDOW);
+        let over = self.0.extract_if(|_, counted| {
+            let is_told = counted.number <= MOST_EQUAL || !counted.last.is_empty();
+            is_told && now.duration_since(counted.since) >= WINDOW
+        });
         let rest = over.filter(|(_, counted)| !counted.last.is_empty());
         rest.map(|(_, Counted { number, last, .. })| (last, number.saturating_sub(MOST_EQUAL + 1))).collect()
     }
@@ -154,6 +158,10 @@ mod tests {
         assert!(lines.finished(begin + WINDOW / 2).is_empty());
         assert_eq!(lines.finished(begin + WINDOW), [("29 again\n".to_owned(), 30 - MOST_EQUAL - 1)]);
         assert!(lines.0.is_empty());
+        let long = "long ".repeat(MOST_KEPT);
+        (0..30).for_each(|_| drop(lines.count(&long, &long, begin)));
+        assert!(lines.finished(begin + WINDOW).is_empty());
+        assert_eq!(lines.count(&long, &long, begin + WINDOW), Some(30 - MOST_EQUAL));
         assert_eq!(with_left_out("29 again\n", 19, false), "29 again left_out=19\n");
         assert_eq!(with_left_out("{\"a\":1}\n", 19, true), "{\"a\":1,\"left_out\":19}\n");
     }

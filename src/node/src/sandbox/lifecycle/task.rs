@@ -535,6 +535,7 @@ impl Task {
         let before = self.record.stages.len();
         self.record.reached(stage, self.ports.clock.now_ms());
         if let Some(stage) = self.record.stages.get(before) {
+            self.start.hangs = None;
             self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
     }
