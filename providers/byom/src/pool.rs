@@ -15,7 +15,7 @@ mod preflight;
 mod remove;
 
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
@@ -24,6 +24,7 @@ use peerpod_provider_api::{
     Capabilities, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Owner, Placement,
     Preflight, Provider, ProviderEvent, detached,
 };
+use peerpod_provider_cloud::check_creates;
 use prometheus_client::registry::Registry;
 use tokio::sync::broadcast;
 
@@ -47,6 +48,8 @@ pub(crate) struct Pool {
     /// Locks of creates without a placement.
     pub(crate) turns: KeyedLocks<IdempotencyKey>,
     pub(crate) ended: broadcast::Sender<ProviderEvent>,
+    /// Start of the task that looks for such ends.
+    pub(crate) watch: Once,
 }
 
 impl Pool {
@@ -60,10 +63,7 @@ impl Pool {
     }
 
     fn check(&self, request: &CreateRequest) -> Result<(), Error> {
-        if !self.config.creates {
-            let text = format!("create of {}: this program only lists and deletes VMs", request.name);
-            return Err(Error::invalid(text));
-        }
+        check_creates(self.config.creates, request)?;
         Pool::capabilities().check(request, "byom")
     }
 
@@ -90,7 +90,14 @@ impl ByomProvider {
     pub fn new(config: ByomConfig, owner: Owner) -> ByomProvider {
         let machines = config.machines.iter().map(|address| Arc::new(Machine::new(*address))).collect();
         let ended = broadcast::channel(MAX_EVENTS).0;
-        ByomProvider(Arc::new(Pool { config, owner, machines, turns: KeyedLocks::default(), ended }))
+        ByomProvider(Arc::new(Pool {
+            config,
+            owner,
+            machines,
+            turns: KeyedLocks::default(),
+            ended,
+            watch: Once::new(),
+        }))
     }
 }
 

@@ -23,9 +23,7 @@ const EVERY: Duration = Duration::from_secs(20);
 pub(crate) fn stream(pool: &Arc<Pool>) -> BoxStream<'static, ProviderEvent> {
     let heard = pool.ended.subscribe();
     // The first listener starts the one task that looks; later listeners share its events.
-    if pool.ended.receiver_count() == 1 {
-        tokio::spawn(watch(Arc::downgrade(pool)));
-    }
+    pool.watch.call_once(|| drop(tokio::spawn(watch(Arc::downgrade(pool)))));
     let next = |mut heard: broadcast::Receiver<ProviderEvent>| async move {
         loop {
             match heard.recv().await {
@@ -41,7 +39,10 @@ pub(crate) fn stream(pool: &Arc<Pool>) -> BoxStream<'static, ProviderEvent> {
 async fn watch(pool: Weak<Pool>) {
     loop {
         sleep(EVERY).await;
-        let Some(pool) = pool.upgrade().filter(|pool| pool.ended.receiver_count() > 0) else { return };
+        let Some(pool) = pool.upgrade() else { return };
+        if pool.ended.receiver_count() == 0 {
+            continue;
+        }
         let now = Instant::now();
         let runs = |known: &super::known::Known| {
             matches!(known.seen(), Seen::Ours(_, OwnedState::Running))

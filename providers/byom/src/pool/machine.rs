@@ -22,12 +22,11 @@ pub(crate) struct Machine {
     pub(crate) known: Lock<Known>,
 }
 
-/// Connection in one boot of the machine: a reboot ends it. What cannot change within a boot is read once.
+/// Connection in one boot of the machine: a reboot ends it. The boot is read once. The claim is read at each look, because
+/// a person may free a machine without a reboot.
 struct Link {
     connection: Connection,
     boot: Option<Boot>,
-    claim: Option<Claim>,
-    has_user_data: bool,
 }
 
 /// State of a machine, as it shows it.
@@ -107,8 +106,7 @@ impl Machine {
         }
         *link = None;
         let connection = Connection::open(&pool.config, self.address).await?;
-        let new = Link { connection, boot: None, claim: None, has_user_data: false };
-        link.insert(new).look().await
+        link.insert(Link { connection, boot: None }).look().await
     }
 
     fn saw(&self, pool: &Pool, state: &State) {
@@ -144,27 +142,21 @@ impl Machine {
 impl Link {
     async fn look(&mut self) -> Result<State, Fault> {
         let files = &self.connection.files;
-        let claim = async {
-            match &self.claim {
-                Some(claim) => Ok(Some(claim.clone())),
-                None => Ok(files.read(CLAIM, MAX_FILE).await?.map(|text| Claim::parse(&text))),
-            }
-        };
+        let claim = async { Ok(files.read(CLAIM, MAX_FILE).await?.map(|text| Claim::parse(&text))) };
         let boot = async {
             match &self.boot {
                 Some(boot) => Ok(Some(boot.clone())),
                 None => Ok(files.read(MACHINE, MAX_FILE).await?.and_then(|text| Boot::parse(&text))),
             }
         };
-        let delivered = async { Ok(self.has_user_data || files.has(USER_DATA).await?) };
         let (claim, boot, has_user_data, reboots) =
-            tokio::try_join!(claim, boot, delivered, files.has(REBOOT))?;
-        (self.claim, self.boot, self.has_user_data) = (claim, boot, has_user_data);
-        Ok(match (&self.claim, &self.boot) {
+            tokio::try_join!(claim, boot, files.has(USER_DATA), files.has(REBOOT))?;
+        self.boot = boot;
+        Ok(match (claim, &self.boot) {
             (Some(claim), Some(boot)) if !claim.is_of(boot) => {
                 State::Resting("its claim is of an earlier boot: its cidata must be a tmpfs")
             }
-            (Some(claim), _) => State::Claimed(Claimed { claim: claim.clone(), has_user_data, reboots }),
+            (Some(claim), _) => State::Claimed(Claimed { claim, has_user_data, reboots }),
             (None, _) if reboots => State::Resting("it is about to reboot"),
             (None, _) if has_user_data => State::Resting("it has user-data and no claim; reboot it"),
             (None, None) => State::Resting("its guest program does not run yet"),

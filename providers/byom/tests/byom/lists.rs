@@ -62,6 +62,24 @@ async fn a_list_without_a_machine_that_may_have_a_vm_fails_at_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_somebody_else_has_by_now_is_not_rebooted() {
+    let site = Site::start(1);
+    let provider = site.provider(&[]);
+    let wish = placed(&*provider, &request("a")).await.unwrap();
+    let made = provider.create(&wish, &key("a", 0)).await.unwrap();
+    assert_eq!(provider.list_owned().await.unwrap().len(), 1);
+    // Somebody freed it by hand without a reboot, and another installation claimed it.
+    let files = site.machine(0).files();
+    let claim = files.text("claim").unwrap();
+    files.write("claim", claim.replace("\"installation\":\"i\"", "\"installation\":\"another\"").as_bytes());
+    assert_ne!(files.text("claim").unwrap(), claim);
+    provider.delete(&made.id).await.unwrap();
+    assert!(!files.has("reboot"), "its boot is the same, its pod is another one");
+    assert!(provider.list_owned().await.unwrap().is_empty());
+    assert_eq!(provider.addresses(&made.id).await.unwrap_err().class(), "not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_reboots_by_itself_ends_its_vm_with_an_event() {
     let site = Site::start(1);
     let provider = site.provider(&[]);
