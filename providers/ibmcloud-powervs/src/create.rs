@@ -97,17 +97,26 @@ impl Launch<'_> {
     /// Looks for the VMs of this name. Returns the one that counts, and requests the deletion of the others.
     async fn chosen(&self, name: &str) -> Result<Option<Vm>, Error> {
         let what = self.what();
-        let seen = self.power_vs.vms()?.ask(name.to_owned(), self.until, &what).await?;
-        let Some((vm, others)) = seen.and_then(twins::choose) else { return Ok(None) };
-        let Some(marks) = self.power_vs.tags.of(self.power, &vm.id, &what, self.until).await? else {
-            return Err(Error::transient(format!("{what}: its VM has just gone; the same call is repeated")));
+        let seen = self.power_vs.vms()?.ask(name.to_owned(), self.until, &what).await?.unwrap_or_default();
+        let count = seen.len();
+        let found = self.power_vs.tags.of_all(self.power, seen, &what, self.until).await?;
+        let is_clear = found.len() == count && found.iter().all(|(_, marks)| marks.key.is_some());
+        let ours = found.into_iter().filter(|(_, marks)| marks.are_of(&self.power_vs.owner)).collect();
+        let Some(((vm, marks), others)) = twins::choose(ours) else {
+            return if is_clear {
+                Ok(None)
+            } else {
+                Err(Error::transient(format!(
+                    "{what}: its VM has just gone, or shows no tags yet; the same call is repeated"
+                )))
+            };
         };
-        if !marks.are_of(&self.power_vs.owner) || marks.digest.as_ref() != Some(&self.request.digest()) {
+        if marks.digest.as_ref() != Some(&self.request.digest()) {
             return Err(Error::key_reused(format!(
                 "{what}: its key was used before with another request, which made {name}; this is a bug in Peerpod, report it"
             )));
         }
-        twins::remove(self.power_vs, &others).await?;
+        twins::remove(self.power, &others).await?;
         Ok(Some(vm))
     }
 

@@ -128,21 +128,19 @@ impl PowerVs {
         let mut all = vms::list(power, what, until).await?;
         self.tags.keep(&all);
         all.retain(|vm| vm.name.starts_with(&names::prefix(&self.owner)));
-        let mut by_name: BTreeMap<String, Vec<Vm>> = BTreeMap::new();
-        for vm in all {
-            by_name.entry(vm.name.clone()).or_default().push(vm);
+        let mut by_name: BTreeMap<String, Vec<(Vm, Marks)>> = BTreeMap::new();
+        for (vm, marks) in self.tags.of_all(power, all, what, until).await? {
+            if marks.are_of(&self.owner) {
+                by_name.entry(vm.name.clone()).or_default().push((vm, marks));
+            }
         }
         let mut owned = Vec::new();
-        for (first, twins) in by_name.into_values().filter_map(twins::choose) {
-            let Some(marks) = self.tags.of(power, &first.id, what, until).await? else { continue };
-            if !marks.are_of(&self.owner) {
-                continue;
-            }
+        for ((first, marks), twins) in by_name.into_values().filter_map(twins::choose) {
             owned.extend(first.owned(&marks, self.config.use_public_ip));
-            twins::remove(self, &twins).await?;
+            twins::remove(power, &twins).await?;
             // Without a key: no pod may join it.
-            let going = Marks { node: marks.node.clone(), ..Marks::default() };
-            let twins = twins.iter().filter_map(|vm| vm.owned(&going, self.config.use_public_ip));
+            let going = Marks { node: marks.node, ..Marks::default() };
+            let twins = twins.iter().filter_map(|(vm, _)| vm.owned(&going, self.config.use_public_ip));
             owned.extend(twins.map(|one| Owned { state: OwnedState::Deleting, ..one }));
         }
         Ok(owned)

@@ -2,14 +2,17 @@
 //! late. All processes choose the same: the oldest. A younger one appears later, so the choice never changes.
 
 use peerpod_provider_api::Error;
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{Marks, until};
 
-use crate::PowerVs;
+use crate::client::Power;
 use crate::vms::{self, Vm, VmState};
 
+/// VM with its marks, which are those of this owner.
+type Own = (Vm, Marks);
+
 /// Returns the VM that counts, and the others; `None` without any.
-pub(crate) fn choose(mut vms: Vec<Vm>) -> Option<(Vm, Vec<Vm>)> {
-    vms.sort_by(|a, b| rank(a).cmp(&rank(b)));
+pub(crate) fn choose(mut vms: Vec<Own>) -> Option<(Own, Vec<Own>)> {
+    vms.sort_by(|(a, _), (b, _)| rank(a).cmp(&rank(b)));
     let mut all = vms.into_iter();
     let first = all.next()?;
     Some((first, all.collect()))
@@ -20,15 +23,10 @@ fn rank(vm: &Vm) -> (bool, Option<std::time::SystemTime>, &str) {
     (vm.state == VmState::Deleting, vm.made, &vm.id)
 }
 
-/// Deletes these VMs if they have this owner's tags. PowerVS refuses that while it builds them; the next list tries again.
-pub(crate) async fn remove(power_vs: &PowerVs, twins: &[Vm]) -> Result<(), Error> {
-    let power = power_vs.power()?;
-    for vm in twins.iter().filter(|vm| vm.state != VmState::Deleting) {
+/// Deletes these VMs. PowerVS refuses that while it builds them; the next list tries again.
+pub(crate) async fn remove(power: &Power, twins: &[Own]) -> Result<(), Error> {
+    for (vm, _) in twins.iter().filter(|(vm, _)| vm.state != VmState::Deleting) {
         let what = format!("delete of a second VM {}", vm.name);
-        let marks = power_vs.tags.of(power, &vm.id, &what, until()).await?;
-        if !marks.is_some_and(|marks| marks.are_of(&power_vs.owner)) {
-            continue;
-        }
         match vms::delete(power, &vm.id, &what, until()).await {
             Ok(()) => tracing::info!(vm = vm.id, name = vm.name, "deleted a second VM of one name"),
             Err(error @ Error::Transient { .. }) => tracing::debug!("a second VM stays for now: {error}"),
@@ -46,15 +44,18 @@ mod tests {
 
     #[test]
     fn the_oldest_counts_also_if_a_younger_one_has_a_lower_id() {
-        let vm = |id: &str, age: u64, state| Vm {
-            id: id.into(),
-            name: "pp-a".into(),
-            state,
-            made: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(age)),
-            nics: Vec::new(),
-            fault: None,
+        let vm = |id: &str, age: u64, state| {
+            let vm = Vm {
+                id: id.into(),
+                name: "pp-a".into(),
+                state,
+                made: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(age)),
+                nics: Vec::new(),
+                fault: None,
+            };
+            (vm, Marks::default())
         };
-        let chosen = |vms| choose(vms).map(|(first, rest)| (first.id, rest.len()));
+        let chosen = |vms| choose(vms).map(|((first, _), rest)| (first.id, rest.len()));
         let (old, young) = (vm("b", 1, VmState::Running), vm("a", 2, VmState::Pending));
         assert_eq!(chosen(vec![young.clone(), old.clone()]), Some(("b".to_owned(), 1)));
         assert_eq!(chosen(vec![vm("c", 1, VmState::Running), old]), Some(("b".to_owned(), 1)));

@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::time::SystemTime;
 
 use futures_util::future::try_join_all;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState};
 use peerpod_provider_cloud::batch::{self, what};
@@ -21,6 +22,8 @@ use crate::config::is_name;
 
 /// Most VMs with kept tags. Beyond that the others are read again.
 const MOST: usize = 10_000;
+/// Number of VMs that are read at once for their tags.
+const AT_ONCE: usize = 16;
 /// Code of a VM that PowerVS could not make.
 const FAULT: &str = "ERROR";
 
@@ -203,12 +206,32 @@ impl Tags {
             return Ok(Some(marks.clone()));
         }
         let Some((_, marks)) = one(power, id, what, until).await? else { return Ok(None) };
+        if marks.key.is_none() {
+            // PowerVS may show the tags of a new VM late.
+            return Ok(Some(marks));
+        }
         let mut all = self.0.lock();
         if all.len() >= MOST {
             all.clear();
         }
         all.insert(id.to_owned(), marks.clone());
         Ok(Some(marks))
+    }
+
+    /// Returns these VMs with their marks, in this order, without those that are gone.
+    pub(crate) async fn of_all(
+        &self,
+        power: &Power,
+        vms: Vec<Vm>,
+        what: &str,
+        until: Instant,
+    ) -> Result<Vec<(Vm, Marks)>, Error> {
+        let looks = vms.into_iter().map(|vm| async move {
+            let marks = self.of(power, &vm.id, what, until).await?;
+            Ok::<_, Error>(marks.map(|marks| (vm, marks)))
+        });
+        let found: Vec<_> = stream::iter(looks).buffered(AT_ONCE).try_collect().await?;
+        Ok(found.into_iter().flatten().collect())
     }
 
     /// Drops the tags of VMs that do not exist any more.

@@ -51,7 +51,12 @@ async fn of_two_vms_of_one_name_the_oldest_stays() {
     sent["userTags"] = serde_json::json!(["owner:another"]);
     assert_eq!(post(&sent).status, 202);
     assert_eq!(site.machines().len(), 3);
-    site.cloud.with(|power, _| power.delete_time = Duration::from_secs(3600));
+    site.cloud.with(|power, _| {
+        power.delete_time = Duration::from_secs(3600);
+        // The stranger's VM is the oldest.
+        let theirs = power.instances.all_mut().filter(|(_, one)| one.body["userTags"] == sent["userTags"]);
+        theirs.for_each(|(_, one)| one.made = Duration::ZERO);
+    });
     let listed = provider.list_owned().await.unwrap();
     let of_key: Vec<_> =
         listed.iter().filter(|one| one.key == Some(key("twin", 0))).map(|one| &one.id).collect();

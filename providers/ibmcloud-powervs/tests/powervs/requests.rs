@@ -1,7 +1,7 @@
 //! Checks that each field of a request reaches the VM, and that addresses are the VM's own.
 
 use peerpod_provider_api::{CreateRequest, DiskRequest, Error, OwnedState, Provider, Size};
-use peerpod_test_clouds::powervs::{DHCP, PUBLIC, SECOND, State};
+use peerpod_test_clouds::powervs::{DHCP, Instance, PUBLIC, SECOND, State};
 use serde_json::{Value, json};
 
 use super::common::{Site, key, owner, request, stranger};
@@ -99,6 +99,26 @@ async fn the_tags_of_a_vm_are_read_once() {
         (site.cloud.count(Some("pvminstances.get")), site.cloud.count(Some("pvminstances.getall"))),
         (3, 2)
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tags_that_appear_late_are_read_again() {
+    let site = Site::start().await;
+    let made = site.provider(&[]).create(&request("web-0"), &key("late", 0)).await.unwrap();
+    let tags = |tags: Value| {
+        let change = |one: &mut Instance| std::mem::replace(&mut one.body["userTags"], tags);
+        site.cloud.with(|power, _| power.instances.get_mut(made.id.as_str()).map(change)).unwrap()
+    };
+    let late = tags(json!([]));
+    let successor = site.provider(&[]);
+    assert!(successor.list_owned().await.unwrap().is_empty(), "nothing shows the owner");
+    successor.delete(&made.id).await.unwrap();
+    let error = successor.create(&request("web-0"), &key("late", 0)).await.unwrap_err();
+    assert!(error.class() == "transient" && error.to_string().contains("no tags yet"), "{error}");
+    tags(late);
+    assert_eq!(successor.list_owned().await.unwrap()[0].id, made.id);
+    assert_eq!(successor.create(&request("web-0"), &key("late", 0)).await.unwrap().id, made.id);
+    assert_eq!(site.machines(), [made.id.as_str()]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
