@@ -173,7 +173,7 @@ test-aws: setup
 
 # The fakes of clouds, what their vendors' models and clients say of them, and the providers with the fakes. The same build
 # again.
-CLOUD_TESTS := --test clouds $(CLOUD_KINDS:%=--test %)
+CLOUD_TESTS := --test clouds --test byom $(CLOUD_KINDS:%=--test %)
 test-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_TESTS)
 	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_TESTS)
@@ -187,12 +187,12 @@ bench-aws: setup
 		-- --nocapture --test-threads 1 node:: provider_external::
 
 # The same for the fakes of clouds, and the number of broken promises of each provider.
-CLOUD_BENCHES := $(CLOUD_KINDS:%=--test %)
+CLOUD_BENCHES := --test byom $(CLOUD_KINDS:%=--test %)
 bench-clouds: setup
 	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_BENCHES)
 	mkdir -p $(TARGET)/bench
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_BENCHES) \
-		-- --nocapture --test-threads 1 node:: conformance:: disks::
+		-- --nocapture --test-threads 1 node:: conformance:: disks:: claims::
 
 bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
