@@ -23,7 +23,7 @@ use peerpod_world::eventually_blocking;
 pub use machine::Machine;
 
 /// Interval of the guests' looks at their files.
-const LOOK: Duration = Duration::from_millis(5);
+const LOOK: Duration = Duration::from_millis(20);
 /// First port of the servers, which no other server of this machine has.
 const PORT: u16 = 22_022;
 
