@@ -4,7 +4,6 @@ use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use peerpod_provider_api::Error;
 use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, Url};
 use serde_json::Value;
@@ -46,23 +45,11 @@ impl Request {
         self
     }
 
-    /// Sets a header whose value is not a constant, like a signature.
+    /// Adds a header whose value is not a constant, like a signature or a cookie.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Request {
         self.headers.insert(name, value);
         self
-    }
-
-    /// Adds a header whose value is known only here, like a cookie. Logs do not show it.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when the value has a control character.
-    pub fn secret_header(mut self, name: HeaderName, value: &str) -> Result<Request, Error> {
-        let mut header = HeaderValue::from_str(value)
-            .map_err(|_| Error::invalid(format!("the header {name} has a control character")))?;
-        header.set_sensitive(true);
-        self.headers.insert(name, header);
-        Ok(self)
     }
 
     /// Sets the body to this XML.

@@ -56,6 +56,15 @@ impl<'c> Call<'c> {
     }
 }
 
+/// Returns the value of a header, which logs do not show.
+fn value(text: &str) -> Result<header::HeaderValue, Error> {
+    let mut value = header::HeaderValue::from_str(text).map_err(|_| {
+        Error::transient("the vCenter's cookie has a control character; check provider.vsphere.url")
+    })?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
 /// Client of one vCenter. Clones share connections, session and scheduler.
 #[derive(Clone)]
 pub(crate) struct Vcenter {
@@ -140,7 +149,7 @@ impl Vcenter {
         let during = |error: Error| Failure::from(error.during(what));
         let old = self.tokens.get(&self.http).await.map_err(during)?;
         let send = async |cookie: &str| {
-            let request = request.clone().secret_header(header::COOKIE, cookie).map_err(during)?;
+            let request = request.clone().with(header::COOKIE, value(cookie).map_err(during)?);
             let answer = self.http.send(&request, None).await;
             answer.map_err(|lost| during(session::unanswered(action, &lost)))
         };
@@ -171,10 +180,11 @@ impl Vcenter {
         }
         let request = Request::get(url).query("dcPath", datacenter).query("dsName", datastore);
         let during = |error: Error| Failure::from(error.during(call.what));
-        let request = request.secret_header(header::RANGE, &format!("bytes=-{limit}")).map_err(during)?;
+        let end = value(&format!("bytes=-{limit}")).map_err(during)?;
+        let request = request.with(header::RANGE, end);
         let ask = || async {
             let cookie = self.tokens.get(&self.http).await.map_err(during)?;
-            let request = request.clone().secret_header(header::COOKIE, cookie.expose()).map_err(during)?;
+            let request = request.clone().with(header::COOKIE, value(cookie.expose()).map_err(during)?);
             let sent = self.http.send(&request, None).await;
             sent.map_err(|lost| during(session::unanswered(call.action, &lost)))
         };
