@@ -18,6 +18,8 @@ pub(crate) const USER_DATA: &str = "guestinfo.userdata";
 pub(crate) const DELETING: &str = "peerpod.deleting";
 /// Mark with the time of the create, in seconds since 1970.
 pub(crate) const CREATED: &str = "peerpod.created";
+/// Mark with the keys of the disks that are made with the VM.
+pub(crate) const DISKS: &str = "peerpod.disks";
 /// Prefix of labels and of the administrator's tags.
 const TAG: &str = "peerpod.tag.";
 /// Largest annotation, in characters; it is for people.
@@ -98,6 +100,7 @@ impl Shape<'_> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let fixed = [
             (CREATED, now.as_secs().to_string()),
+            (DISKS, self.template.disks.join(",")),
             (USER_DATA, BASE64_STANDARD.encode(&self.request.user_data)),
             ("guestinfo.userdata.encoding", "base64".to_owned()),
             // The guest sees the ids of disks.
@@ -192,6 +195,7 @@ mod tests {
             moref: moref("VirtualMachine"),
             snapshot: Some(moref("VirtualMachineSnapshot")),
             datastore: "ds-0".into(),
+            disks: vec!["2000".into(), "2016".into()],
             nic: Some(("VirtualVmxnet3".into(), "4000".into())),
             has_vmci: true,
             is_efi: true,
@@ -247,6 +251,7 @@ mod tests {
                 assert_eq!(user_data, b"{\"ticket\":\"t\"}\n");
                 assert_eq!(variables["disk.EnableUUID"], "TRUE");
                 assert_eq!(variables["peerpod.tag.team"], "blue");
+                assert_eq!(variables[DISKS], "2000,2016");
                 assert!(!variables.contains_key(DELETING) && variables.contains_key(CREATED));
                 assert_eq!(ALPHABET.read(&variables).cluster.as_deref(), Some("c_1"));
                 assert!(child(config, "deviceChange").is_none());

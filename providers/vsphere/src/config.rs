@@ -24,6 +24,8 @@ pub const ALPHABET: Alphabet = Alphabet {
 
 /// Largest number of virtual CPUs of a VM, and of its memory in MiB (vSphere 8).
 pub(crate) const LARGEST: (u32, u64) = (768, 24 << 20);
+/// First pause of each wait for a task.
+const PAUSE: Duration = Duration::from_millis(100);
 /// Longest name of an object in the inventory.
 const MAX_NAME: usize = 80;
 
@@ -70,6 +72,8 @@ pub struct VsphereConfig {
     pub console: bool,
     /// Variables that the administrator sets on every VM.
     pub tags: BTreeMap<String, String>,
+    /// First pause of each wait for a task.
+    pub pause: Duration,
     /// Longest wait for one answer of the API.
     pub call_timeout: Duration,
 }
@@ -110,6 +114,7 @@ impl VsphereConfig {
                 ),
                 console: section.get("console", "false", "write each VM's console to a file beside its disk"),
                 tags: settings::tags(section, "variables of VMs (peerpod.tag.…), as key=value", &ALPHABET),
+                pause: section.constant("first-pause", "PAUSE", PAUSE),
                 call_timeout: settings::call_timeout(section),
             };
             config.check(section);

@@ -121,7 +121,7 @@ impl Launch<'_> {
     /// Refuses a VM of another owner or of another request.
     fn check_marks(&self, vm: &Vm) -> Result<(), Error> {
         let (what, name) = (self.what(), &vm.name);
-        if !vm.marks.are_of(&self.vsphere.owner) {
+        if !vm.is_of(&self.vsphere.owner) {
             return Err(Error::key_reused(format!(
                 "{what}: {name} has its name and another owner; delete it, or give this cluster another name"
             )));

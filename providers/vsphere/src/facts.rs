@@ -13,6 +13,7 @@ use crate::client::{Call, Vcenter};
 use crate::config::{LARGEST, VsphereConfig};
 use crate::inventory::{Object, Objects};
 use crate::soap::{self, Moref, child, value};
+use crate::volumes::VmDisk;
 
 /// Time for which facts are used. An administrator may replace the template by one of the same name.
 pub(crate) const FRESH: Duration = Duration::from_secs(600);
@@ -42,6 +43,8 @@ pub(crate) struct Template {
     pub snapshot: Option<Moref>,
     /// Datastore of the template.
     pub datastore: String,
+    /// Keys of its disks. A clone's own disks have the same keys.
+    pub disks: Vec<String>,
     /// Type and key of its first NIC.
     pub nic: Option<(String, String)>,
     /// Whether the guest can reach the hypervisor's variables.
@@ -143,6 +146,7 @@ pub(crate) async fn template(
             moref: moref.clone(),
             snapshot: object.reference("snapshot.currentSnapshot"),
             datastore: datastore_of(object.text("config.files.vmPathName")?)?.to_owned(),
+            disks: VmDisk::all(&devices).into_iter().map(|disk| disk.key).collect(),
             nic: nic.and_then(|nic| Some((soap::kind(*nic)?.to_owned(), value(*nic, "key")?.to_owned()))),
             has_vmci: is("VirtualMachineVMCIDevice"),
             is_efi: object.text("config.firmware") == Some("efi"),

@@ -33,10 +33,8 @@ use crate::{console, events, preflight, remove, volumes};
 
 /// Largest accepted user-data, in bytes: the guest's limit.
 const MAX_USER_DATA: usize = 64 << 10;
-/// First pause between two looks at a VM, and the others.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(300), Duration::from_secs(1));
-/// The same for tasks, of which many take less than a second.
-const TASK_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(500));
+/// Longest pause between two looks at a task, and at a VM.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(1));
 
 /// Provider of VMs on vSphere; see the crate's documentation.
 pub struct VsphereProvider(Arc<Vsphere>);
@@ -80,7 +78,7 @@ impl VsphereProvider {
             arch: Some(Arch::X86_64),
             confidential: None,
         };
-        let learning = || Wait::learning(TASK_PAUSES.0, TASK_PAUSES.1);
+        let learning = || Wait::learning(config.pause, PAUSES.0);
         VsphereProvider(Arc::new(Vsphere {
             owner,
             planner: Planner::new(policy),
@@ -90,7 +88,8 @@ impl VsphereProvider {
             making: Mutex::default(),
             clones: learning(),
             changes: learning(),
-            looks: Wait::new(PAUSES.0, PAUSES.1),
+            // A boot takes longer than a task.
+            looks: Wait::new(3 * config.pause, PAUSES.1),
             ended: events::channel(),
             scheduler: Scheduler::new(client::table()),
             connection: OnceLock::new(),
@@ -150,7 +149,7 @@ impl Vsphere {
             let Some(seen) = connected.vms.ask(id.as_str().to_owned(), until(), what).await? else {
                 return Ok(if self.is_being_made(id, what).await? { Look::Open } else { Look::Unknown });
             };
-            if !seen.marks.are_of(&self.owner) {
+            if !seen.is_of(&self.owner) {
                 return Ok(if seen.marks.cluster.is_some() { Look::Foreign } else { Look::Unmarked });
             }
             let is_starting = seen.power == Power::Off

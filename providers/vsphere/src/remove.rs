@@ -1,9 +1,10 @@
 //! Deletes VMs. A look that many callers share proves the owner. May call `ReconfigVM_Task`, `PowerOffVM_Task`,
 //! `DetachDisk_Task` and `Destroy_Task`, and the look's calls.
 //!
-//! **A destroy deletes the files of all disks that the VM has.** Each disk that was not made with the VM is therefore
-//! detached first, and the destroy follows a look that shows no such disk. The mark of the delete comes before all other
-//! steps: a create and an attach refuse a VM that has it, also after a crash.
+//! **A destroy deletes the files of all disks that the VM and its snapshots have.** Each disk that was not made with the
+//! VM is therefore detached first, and the destroy follows a look that shows no such disk. A VM with such a disk in a
+//! snapshot stays. The mark of the delete comes before all other steps: a create and an attach refuse a VM that has it,
+//! also after a crash.
 
 use peerpod_provider_api::{Error, InstanceId};
 use peerpod_provider_cloud::until;
@@ -30,7 +31,7 @@ pub(crate) async fn delete(vsphere: &Vsphere, id: &InstanceId) -> Result<(), Err
         }
         return Ok(());
     };
-    if !seen.marks.are_of(&vsphere.owner) {
+    if !seen.is_of(&vsphere.owner) {
         tracing::warn!(vm = %id, "the VM has no marks of this cluster, node and installation: it is left alone");
         return Ok(());
     }
@@ -57,8 +58,9 @@ async fn steps(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
     }
     for _ in 0..LOOKS {
         let Some(devices) = volumes::devices(vsphere, vm, what).await? else { return Ok(()) };
-        let foreign: Vec<_> = devices.disks.iter().filter(|disk| !disk.is_own(&vm.folder)).collect();
+        let foreign: Vec<_> = devices.disks.iter().filter(|disk| !disk.is_own(vm)).collect();
         if foreign.is_empty() {
+            volumes::check_snapshots(vsphere, vm, &devices, what).await?;
             return call(vsphere, vm, "Destroy_Task", what).await;
         }
         for disk in foreign {

@@ -12,7 +12,7 @@ use peerpod_provider_cloud::{Lookup, Marks, Window, names};
 use peerpod_provider_rest::Failure;
 use tokio::time::Instant;
 
-use crate::body::{CREATED, DELETING};
+use crate::body::{CREATED, DELETING, DISKS};
 use crate::client::{Call, Vcenter};
 use crate::config::{ALPHABET, VsphereConfig};
 use crate::inventory::{Object, Objects};
@@ -43,6 +43,8 @@ pub(crate) struct Vm {
     pub marks: Marks,
     /// Folder of its files, like `[datastore1] pp-…/`.
     pub folder: String,
+    /// Keys of the disks that were made with it.
+    pub disks: Vec<String>,
     pub created: Option<SystemTime>,
 }
 
@@ -79,9 +81,20 @@ impl Vm {
             is_deleting: get(DELETING).is_some(),
             addresses,
             marks: ALPHABET.read(&variables),
+            disks: get(DISKS).unwrap_or_default().split(',').map(str::to_owned).collect(),
             folder: path.rsplit_once('/').map(|(folder, _)| format!("{folder}/"))?,
             created: created.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)),
         })
+    }
+
+    /// Whether the VM has this owner, by its marks and by its name, which follows from them. A copy of a VM has the same
+    /// marks and another name.
+    pub(crate) fn is_of(&self, owner: &Owner) -> bool {
+        let Marks { cluster, node, installation, key: Some(key), .. } = &self.marks else { return false };
+        let text = |mark: &Option<String>| mark.clone().unwrap_or_default();
+        let maker =
+            Owner { cluster_id: text(cluster), node_name: text(node), installation: text(installation) };
+        self.marks.are_of(owner) && names::unique(&maker, key) == self.name
     }
 
     /// Whether the VM runs and stays.
@@ -222,7 +235,7 @@ impl Folder {
         let call = Call::new("RetrievePropertiesEx", "list", what).until(until);
         let listed = self.listed(call, &folder, |name| name.starts_with(&prefix)).await;
         let mut found = self.details(&self.checked(listed)?, what, until).await?;
-        found.retain(|vm| vm.marks.are_of(owner));
+        found.retain(|vm| vm.is_of(owner));
         Ok(found)
     }
 
@@ -261,13 +274,21 @@ impl Folder {
 
 #[cfg(test)]
 mod tests {
+    use peerpod_provider_api::IdempotencyKey;
     use roxmltree::Document;
 
     use super::*;
 
+    const KEY: &str = "<OptionValue><key>peerpod.key</key><value>k</value></OptionValue>";
+
+    fn owner(installation: &str) -> Owner {
+        Owner { cluster_id: "c".into(), node_name: "n".into(), installation: installation.into() }
+    }
+
     fn seen(power: &str, more: &str, then: impl FnOnce(Option<Vm>)) {
+        let name = names::unique(&owner("i"), &IdempotencyKey::parse("k").unwrap());
         let text = format!(
-            "<objects><obj type='VirtualMachine'>vm-7</obj><propSet><name>name</name><val>pp-1</val></propSet>\
+            "<objects><obj type='VirtualMachine'>vm-7</obj><propSet><name>name</name><val>{name}</val></propSet>\
              <propSet><name>runtime.powerState</name><val>{power}</val></propSet>\
              <propSet><name>config.files.vmPathName</name><val>[ds 1] pp-1/pp-1.vmx</val></propSet>\
              <propSet><name>guest.ipAddress</name><val>10.0.0.9</val></propSet>\
@@ -285,19 +306,17 @@ mod tests {
     fn a_vm_is_read_as_the_api_shows_it() {
         let addresses = "<OptionValue><key>guestinfo.local-ipv4</key><value>10.0.0.2,169.254.1.1,x</value></OptionValue>\
              <OptionValue><key>guestinfo.local-ipv6</key><value>fe80::1 fd00::2</value></OptionValue>";
-        seen("poweredOn", addresses, |vm| {
-            let vm = vm.unwrap();
+        seen("poweredOn", &format!("{addresses}{KEY}"), |vm| {
+            let mut vm = vm.unwrap();
             let found: Vec<String> = vm.addresses.iter().map(IpAddr::to_string).collect();
             assert_eq!(found, ["10.0.0.2", "fd00::2", "10.0.0.9"]);
             assert_eq!((vm.folder.as_str(), vm.moref.id.as_str()), ("[ds 1] pp-1/", "vm-7"));
-            let owner = |installation: &str| Owner {
-                cluster_id: "c".into(),
-                node_name: "n".into(),
-                installation: installation.into(),
-            };
-            assert!(vm.marks.are_of(&owner("i")) && !vm.marks.are_of(&owner("j")) && vm.lives());
+            let anywhere = Owner { node_name: String::new(), ..owner("i") };
+            assert!(vm.is_of(&owner("i")) && vm.is_of(&anywhere) && !vm.is_of(&owner("j")) && vm.lives());
             assert_eq!(vm.owned(false).unwrap().state, OwnedState::Running);
             assert_eq!(vm.created, SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(1000)));
+            vm.name.push_str("-copy");
+            assert!(!vm.is_of(&owner("i")) && !vm.is_of(&anywhere), "a copy by hand has the same marks");
         });
     }
 

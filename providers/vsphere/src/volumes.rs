@@ -14,7 +14,7 @@ use crate::Vsphere;
 use crate::body::{change, reconfigure};
 use crate::client::Call;
 use crate::facts;
-use crate::inventory::Object;
+use crate::inventory::{Object, Objects};
 use crate::soap::{self, Method, Moref, child, element, text, value};
 use crate::vms::Vm;
 
@@ -23,6 +23,10 @@ const ID: usize = 36;
 
 /// Places of a SCSI controller.
 const PLACES: u32 = 16;
+/// Property with the devices of a VM or of a snapshot.
+const DEVICES: &str = "config.hardware.device";
+/// Property with the tree of a VM's snapshots.
+const SNAPSHOTS: &str = "snapshot.rootSnapshotList";
 
 /// Disk that a volume names.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -73,9 +77,16 @@ impl VmDisk {
         })
     }
 
-    /// Whether the disk was made with the VM. Only such a disk may be deleted with it.
-    pub(crate) fn is_own(&self, folder: &str) -> bool {
-        self.first_class.is_none() && !folder.is_empty() && self.file.starts_with(folder)
+    /// Returns the disks among these devices.
+    pub(crate) fn all(devices: &[Node<'_, '_>]) -> Vec<VmDisk> {
+        devices.iter().filter_map(|device| VmDisk::of(*device)).collect()
+    }
+
+    /// Whether the disk was made with the VM. Only such a disk may be deleted with it. A disk that was added by hand may be
+    /// in the VM's folder, too, and has another key.
+    pub(crate) fn is_own(&self, vm: &Vm) -> bool {
+        let is_beside = !vm.folder.is_empty() && self.file.starts_with(&vm.folder);
+        self.first_class.is_none() && is_beside && vm.disks.contains(&self.key)
     }
 
     fn is(&self, volume: &Volume) -> bool {
@@ -100,11 +111,13 @@ pub(crate) struct Devices {
     controllers: Vec<(String, Vec<u32>)>,
     /// File of the console.
     pub console: Option<String>,
+    /// Snapshots of the VM.
+    snapshots: Vec<Moref>,
 }
 
 impl Devices {
     fn of(object: Object<'_, '_>) -> Option<Devices> {
-        let list = object.property("config.hardware.device")?;
+        let list = object.property(DEVICES)?;
         let devices: Vec<_> = list.children().filter(Node::is_element).collect();
         let is_scsi = |device: &&Node<'_, '_>| child(**device, "scsiCtlrUnitNumber").is_some();
         let number =
@@ -117,10 +130,12 @@ impl Devices {
         });
         let ports = devices.iter().filter(|device| soap::kind(**device) == Some("VirtualSerialPort"));
         let files = ports.filter_map(|port| value(child(*port, "backing")?, "fileName"));
+        let tree = object.property(SNAPSHOTS).into_iter().flat_map(|tree| tree.descendants());
         Some(Devices {
             controllers: controllers.collect(),
             console: files.map(str::to_owned).next(),
-            disks: devices.iter().filter_map(|device| VmDisk::of(*device)).collect(),
+            disks: VmDisk::all(&devices),
+            snapshots: tree.filter(|node| node.has_tag_name("snapshot")).filter_map(Moref::read).collect(),
         })
     }
 
@@ -142,7 +157,28 @@ impl Devices {
 pub(crate) async fn devices(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<Option<Devices>, Failure> {
     let call = Call::new("RetrievePropertiesEx", &vm.name, what);
     let vcenter = &vsphere.connected()?.vcenter;
-    vcenter.retrieve_one(call, &["config.hardware.device"], &vm.moref, Devices::of).await
+    vcenter.retrieve_one(call, &[DEVICES, SNAPSHOTS], &vm.moref, Devices::of).await
+}
+
+/// Fails when a snapshot of the VM has a disk that was not made with the VM.
+pub(crate) async fn check_snapshots(
+    vsphere: &Vsphere,
+    vm: &Vm,
+    devices: &Devices,
+    what: &str,
+) -> Result<(), Error> {
+    let call = Call::new("RetrievePropertiesEx", &vm.name, what);
+    let (vcenter, snapshots) = (&vsphere.connected()?.vcenter, Objects::These(&devices.snapshots));
+    let properties = ("VirtualMachineSnapshot", &[DEVICES][..]);
+    let found = vcenter.retrieve(call, properties, snapshots, Devices::of).await?;
+    let is_own = |devices: &Devices| devices.disks.iter().all(|disk| disk.is_own(vm));
+    if found.len() == devices.snapshots.len() && found.iter().all(is_own) {
+        return Ok(());
+    }
+    Err(Error::transient(format!(
+        "{what}: a snapshot of the VM has a disk that was not made with the VM, and a destroy would delete the disk; \
+         delete the VM's snapshots in the vCenter, it is tried again"
+    )))
 }
 
 fn parse(volume: &str, what: &str) -> Result<Volume, Error> {
@@ -167,6 +203,11 @@ pub(crate) async fn attach(
 ) -> Result<DiskIdentity, Error> {
     let what = format!("attach of {} to {id}", clip(&disk.volume));
     let volume = parse(&disk.volume, &what)?;
+    // Before the look at the VM, so that the call follows the look at once: a delete may begin between them.
+    let source = match &volume {
+        Volume::FirstClass(disk) => Source::FirstClass(disk, datastore_with(vsphere, disk, &what).await?),
+        Volume::File(path) => Source::File(path),
+    };
     let vm = vsphere.wait_for(id, &what, |_| true).await?;
     if !vm.lives() {
         return Err(Error::not_found(format!("{what}: the VM has ended")));
@@ -174,10 +215,8 @@ pub(crate) async fn attach(
     let gone = || Error::not_found(format!("{what}: the VM is gone"));
     let before = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
     if before.find(&volume).is_none() {
-        match &volume {
-            Volume::FirstClass(disk) => attach_first_class(vsphere, &vm, disk, &what).await?,
-            Volume::File(path) => attach_file(vsphere, &vm, &before, path, &what).await?,
-        }
+        let method = source.attach(&vm, &before, &what)?;
+        vsphere.run(Call::new(method.name, &vm.name, &what), &method).await?;
     }
     let after = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
     let identity = after.find(&volume).and_then(VmDisk::identity);
@@ -185,18 +224,40 @@ pub(crate) async fn attach(
         .ok_or_else(|| Error::transient(format!("{what}: the VM does not show it yet; it is tried again")))
 }
 
-async fn attach_first_class(vsphere: &Vsphere, vm: &Vm, disk: &str, what: &str) -> Result<(), Error> {
-    let datastore = datastore_with(vsphere, disk, what).await?;
-    let id = element("diskId", &text("id", disk));
-    let method = Method {
-        name: "AttachDisk_Task",
-        this: vm.moref.clone(),
-        arguments: id + &datastore.xml("datastore"),
-    };
-    Ok(vsphere.run(Call::new(method.name, &vm.name, what), &method).await?)
+/// Disk that is ready to be attached.
+enum Source<'v> {
+    /// Id of a first-class disk, and its datastore, which the call names.
+    FirstClass(&'v str, Moref),
+    File(&'v str),
 }
 
-/// Finds the datastore of a first-class disk, which the call for an attach names.
+impl Source<'_> {
+    /// Returns the call that attaches the disk to this VM.
+    fn attach(&self, vm: &Vm, devices: &Devices, what: &str) -> Result<Method, Error> {
+        let path = match self {
+            Source::FirstClass(id, datastore) => {
+                let arguments = element("diskId", &text("id", id)) + &datastore.xml("datastore");
+                return Ok(Method { name: "AttachDisk_Task", this: vm.moref.clone(), arguments });
+            }
+            Source::File(path) => path,
+        };
+        let (controller, number) = devices.free().ok_or_else(|| {
+            Error::invalid(format!(
+                "{what}: its SCSI controllers have no free place; add one to the template"
+            ))
+        })?;
+        let backing = text("fileName", path) + &text("diskMode", "independent_persistent");
+        let device = text("key", "-103")
+            + &soap::typed("backing", "VirtualDiskFlatVer2BackingInfo", &backing)
+            + &text("controllerKey", controller)
+            + &text("unitNumber", &number.to_string())
+            // The file has its size.
+            + &text("capacityInKB", "0");
+        Ok(reconfigure(&vm.moref, &change("add", "VirtualDisk", &device), &[]))
+    }
+}
+
+/// Finds the datastore of a first-class disk.
 async fn datastore_with(vsphere: &Vsphere, disk: &str, what: &str) -> Result<Moref, Error> {
     let vcenter = &vsphere.connected()?.vcenter;
     for (_, datastore) in facts::datastores(vcenter, &vsphere.config, what).await? {
@@ -214,33 +275,12 @@ async fn datastore_with(vsphere: &Vsphere, disk: &str, what: &str) -> Result<Mor
     Err(Error::not_found(format!("{what}: no datastore of {} has such a disk", vsphere.config.datacenter)))
 }
 
-async fn attach_file(
-    vsphere: &Vsphere,
-    vm: &Vm,
-    devices: &Devices,
-    path: &str,
-    what: &str,
-) -> Result<(), Error> {
-    let (controller, number) = devices.free().ok_or_else(|| {
-        Error::invalid(format!("{what}: its SCSI controllers have no free place; add one to the template"))
-    })?;
-    let backing = text("fileName", path) + &text("diskMode", "independent_persistent");
-    let device = text("key", "-103")
-        + &soap::typed("backing", "VirtualDiskFlatVer2BackingInfo", &backing)
-        + &text("controllerKey", controller)
-        + &text("unitNumber", &number.to_string())
-        // The file has its size.
-        + &text("capacityInKB", "0");
-    let method = reconfigure(&vm.moref, &change("add", "VirtualDisk", &device), &[]);
-    Ok(vsphere.run(Call::new(method.name, &vm.name, what), &method).await?)
-}
-
 /// Detaches a disk. Succeeds also if it is not attached, and if the VM is gone or has another owner.
 pub(crate) async fn detach(vsphere: &Vsphere, id: &InstanceId, volume: &str) -> Result<(), Error> {
     let what = format!("detach of {} from {id}", clip(volume));
     let volume = parse(volume, &what)?;
     let seen = vsphere.connected()?.vms.ask(id.as_str().to_owned(), until(), &what).await?;
-    let Some(vm) = seen.filter(|vm| vm.marks.are_of(&vsphere.owner)) else { return Ok(()) };
+    let Some(vm) = seen.filter(|vm| vm.is_of(&vsphere.owner)) else { return Ok(()) };
     let Some(devices) = devices(vsphere, &vm, &what).await? else { return Ok(()) };
     let Some(disk) = devices.find(&volume) else { return Ok(()) };
     release(vsphere, &vm, disk, &what).await
@@ -268,11 +308,13 @@ pub(crate) async fn release(vsphere: &Vsphere, vm: &Vm, disk: &VmDisk, what: &st
 
 #[cfg(test)]
 mod tests {
+    use peerpod_provider_cloud::Marks;
     use roxmltree::Document;
 
     use super::*;
+    use crate::vms::Power;
 
-    const DEVICES: &str = "<objects xmlns:xsi='http://www.w3.org/2001/XMLSchema-instance'>\
+    const SEEN: &str = "<objects xmlns:xsi='http://www.w3.org/2001/XMLSchema-instance'>\
         <obj type='VirtualMachine'>vm-1</obj><propSet><name>config.hardware.device</name><val>\
         <VirtualDevice xsi:type='ParaVirtualSCSIController'><key>1000</key><scsiCtlrUnitNumber>7</scsiCtlrUnitNumber></VirtualDevice>\
         <VirtualDevice xsi:type='VirtualDisk'><key>2000</key><backing><fileName>[ds 1] pp-1/pp-1.vmdk</fileName></backing>\
@@ -281,11 +323,14 @@ mod tests {
         <uuid>6000C290-1234-5678-9abc-def012345678</uuid></backing><controllerKey>1000</controllerKey><unitNumber>1</unitNumber>\
         <vDiskId><id>B032A84C-8A82-495C-8431-8F318BCD80BD</id></vDiskId></VirtualDevice>\
         <VirtualDevice xsi:type='VirtualSerialPort'><key>9000</key><backing><fileName>[ds 1] pp-1/console.log</fileName></backing></VirtualDevice>\
-        </val></propSet></objects>";
+        </val></propSet><propSet><name>snapshot.rootSnapshotList</name><val><VirtualMachineSnapshotTree>\
+        <snapshot type='VirtualMachineSnapshot'>snapshot-1</snapshot><name>a</name><childSnapshotList>\
+        <snapshot type='VirtualMachineSnapshot'>snapshot-2</snapshot></childSnapshotList></VirtualMachineSnapshotTree></val>\
+        </propSet></objects>";
 
     #[test]
     fn a_disk_is_recognised_by_its_id_or_its_file() {
-        let document = Document::parse(DEVICES).unwrap();
+        let document = Document::parse(SEEN).unwrap();
         let devices = Devices::of(Object(document.root_element())).unwrap();
         let volume = Volume::parse("b032a84c-8a82-495c-8431-8f318bcd80bd").unwrap();
         let disk = devices.find(&volume).unwrap();
@@ -299,28 +344,43 @@ mod tests {
         assert_eq!(devices.find(&of_first_class), None, "another name of the first-class disk");
         assert_eq!(devices.free(), Some(("1000", 2)));
         assert_eq!(devices.console.as_deref(), Some("[ds 1] pp-1/console.log"));
+        let snapshots: Vec<&str> = devices.snapshots.iter().map(|moref| moref.id.as_str()).collect();
+        assert_eq!(snapshots, ["snapshot-1", "snapshot-2"], "of the whole tree");
     }
 
     #[test]
-    fn only_a_disk_in_the_vms_folder_is_its_own() {
-        let disk = |file: &str, first_class: Option<&str>| VmDisk {
-            key: "1".into(),
+    fn only_a_disk_that_was_made_with_the_vm_is_its_own() {
+        let disk = |file: &str, key: &str, first_class: Option<&str>| VmDisk {
+            key: key.into(),
             file: file.into(),
             first_class: first_class.map(str::to_owned),
             uuid: None,
         };
-        let folder = "[ds 1] pp-1/";
-        assert!(disk("[ds 1] pp-1/pp-1.vmdk", None).is_own(folder));
-        for (file, id) in [
-            ("[ds 1] pp-1/pp-1.vmdk", Some("id")),
-            ("[ds 1] pp-10/a.vmdk", None),
-            ("[ds 2] pp-1/a.vmdk", None),
-            ("[ds 1] a.vmdk", None),
-            ("", None),
+        let vm = |folder: &str, disks: &[&str]| Vm {
+            name: "pp-1".into(),
+            moref: Moref { kind: "VirtualMachine".into(), id: "vm-1".into() },
+            power: Power::Off,
+            is_deleting: true,
+            addresses: Vec::new(),
+            marks: Marks::default(),
+            folder: folder.into(),
+            disks: disks.iter().map(|key| (*key).to_owned()).collect(),
+            created: None,
+        };
+        let (own, ours) =
+            (disk("[ds 1] pp-1/pp-1.vmdk", "2000", None), vm("[ds 1] pp-1/", &["2000", "2001"]));
+        assert!(own.is_own(&ours));
+        assert!(!own.is_own(&vm("", &["2000"])) && !own.is_own(&vm("[ds 1] pp-1/", &[""])));
+        for (file, key, id) in [
+            ("[ds 1] pp-1/pp-1.vmdk", "2000", Some("id")),
+            ("[ds 1] pp-1/by-hand.vmdk", "2002", None),
+            ("[ds 1] pp-10/a.vmdk", "2000", None),
+            ("[ds 2] pp-1/a.vmdk", "2000", None),
+            ("[ds 1] a.vmdk", "2000", None),
+            ("", "2000", None),
         ] {
-            assert!(!disk(file, id).is_own(folder), "{file}");
+            assert!(!disk(file, key, id).is_own(&ours), "{file}");
         }
-        assert!(!disk("[ds 1] a.vmdk", None).is_own(""));
     }
 
     #[test]

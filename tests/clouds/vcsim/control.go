@@ -88,6 +88,24 @@ func (w *world) execute(ctx context.Context, wanted order) (any, error) {
 		return nil, err
 	case "power-off":
 		return nil, w.run(wanted.Name, (*object.VirtualMachine).PowerOff)
+	case "snapshot":
+		return nil, w.run(wanted.Name, func(vm *object.VirtualMachine, ctx context.Context) (*object.Task, error) {
+			return vm.CreateSnapshot(ctx, "by hand", "", false, false)
+		})
+	case "remove-snapshots":
+		return nil, w.run(wanted.Name, func(vm *object.VirtualMachine, ctx context.Context) (*object.Task, error) {
+			return vm.RemoveAllSnapshot(ctx, nil)
+		})
+	case "most-clones":
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.most, nil
+	case "pool":
+		return nil, w.pool(ctx, wanted.Name)
+	case "copy":
+		return nil, w.run(wanted.Name, func(vm *object.VirtualMachine, ctx context.Context) (*object.Task, error) {
+			return w.copy(ctx, vm, wanted.Value)
+		})
 	case "attach":
 		return nil, w.attach(ctx, wanted)
 	case "destroy":
@@ -126,6 +144,26 @@ func (w *world) attach(ctx context.Context, wanted order) error {
 	}
 	disk := devices.CreateDisk(controller, w.datastore(strings.TrimPrefix(strings.Split(wanted.Path, "]")[0], "[")).Self, wanted.Path)
 	return object.NewVirtualMachine(w.client, vm.Self).AddDevice(ctx, disk)
+}
+
+// pool makes a resource pool in that of the cluster.
+func (w *world) pool(ctx context.Context, name string) error {
+	for _, one := range w.registry.All("ResourcePool") {
+		if pool := one.(mo.Entity).Entity(); pool.Name == "Resources" {
+			_, err := object.NewResourcePool(w.client, one.Reference()).Create(ctx, name, types.DefaultResourceConfigSpec())
+			return err
+		}
+	}
+	return fmt.Errorf("no resource pool")
+}
+
+// copy clones a machine, with its variables, into its folder.
+func (w *world) copy(ctx context.Context, vm *object.VirtualMachine, name string) (*object.Task, error) {
+	of := w.registry.Get(vm.Reference()).(*simulator.VirtualMachine)
+	return vm.Clone(ctx, object.NewFolder(w.client, *of.Parent), name, types.VirtualMachineCloneSpec{
+		Location: types.VirtualMachineRelocateSpec{Pool: of.ResourcePool},
+		Config:   &types.VirtualMachineConfigSpec{ExtraConfig: of.Config.ExtraConfig},
+	})
 }
 
 // seen is a machine as a test sees it.
@@ -222,6 +260,18 @@ func (w *world) remove(path string) {
 		_ = os.Remove(file)
 		_ = os.Remove(strings.TrimSuffix(file, ".vmdk") + "-flat.vmdk")
 	}
+}
+
+// clear removes the files in a folder of a datastore that are no disks, and then the folder if it is empty.
+func (w *world) clear(path string) {
+	folder := w.file(path)
+	files, _ := os.ReadDir(folder)
+	for _, file := range files {
+		if !strings.HasSuffix(file.Name(), ".vmdk") {
+			_ = os.Remove(filepath.Join(folder, file.Name()))
+		}
+	}
+	_ = os.Remove(folder)
 }
 
 // disk makes a disk: a first-class one with a name, or a plain file with a path.

@@ -30,6 +30,9 @@ type world struct {
 	boot time.Duration
 	// Number of machines that got an address.
 	addresses atomic.Uint32
+	// Tasks of clones, and the most of them that ran at the same time.
+	clones []*simulator.Task
+	most   int
 }
 
 // lateFault is the end of a task that was accepted.
@@ -108,6 +111,7 @@ func (m *machine) CloneVMTask(ctx *simulator.Context, req *types.CloneVM_Task) s
 	}
 	body := m.VirtualMachine.CloneVMTask(ctx, req).(*methods.CloneVM_TaskBody)
 	if body.Res != nil {
+		m.world.count(ctx.Map.Get(body.Res.Returnval).(*simulator.Task))
 		m.after(ctx, body.Res.Returnval, func(task *simulator.Task) {
 			clone := task.Info.Result.(types.ManagedObjectReference)
 			if req.Spec.Config != nil && req.Spec.Config.Annotation != "" {
@@ -119,6 +123,20 @@ func (m *machine) CloneVMTask(ctx *simulator.Context, req *types.CloneVM_Task) s
 		})
 	}
 	return body
+}
+
+// count records how many clones run.
+func (w *world) count(task *simulator.Task) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	running := []*simulator.Task{task}
+	for _, one := range w.clones {
+		if one.Info.State == types.TaskInfoStateRunning || one.Info.State == types.TaskInfoStateQueued {
+			running = append(running, one)
+		}
+	}
+	w.clones = running
+	w.most = max(w.most, len(running))
 }
 
 // PowerOnVMTask may fail late.
@@ -190,8 +208,12 @@ func backing(disk *types.VirtualDisk) string {
 }
 
 func (m *machine) disks() []*types.VirtualDisk {
+	return disksOf(m.Config.Hardware.Device)
+}
+
+func disksOf(devices []types.BaseVirtualDevice) []*types.VirtualDisk {
 	var disks []*types.VirtualDisk
-	for _, device := range m.Config.Hardware.Device {
+	for _, device := range devices {
 		if disk, ok := device.(*types.VirtualDisk); ok {
 			disks = append(disks, disk)
 		}
@@ -271,15 +293,18 @@ func (m *machine) DetachDiskTask(ctx *simulator.Context, req *types.DetachDisk_T
 	return &methods.DetachDisk_TaskBody{Res: &types.DetachDisk_TaskResponse{Returnval: task.Run(ctx)}}
 }
 
-// DestroyTask deletes the files of all attached disks, as a vCenter does. The simulator keeps those outside of the
-// machine's folder.
+// DestroyTask deletes the files of all disks that the machine and its snapshots have, as a vCenter does, and no other disk
+// in its folder. The simulator keeps the former outside of the folder, and deletes the whole folder.
 func (m *machine) DestroyTask(ctx *simulator.Context, req *types.Destroy_Task) soap.HasFault {
 	if task, ok := m.failed(ctx, "Destroy_Task"); ok {
 		return &methods.Destroy_TaskBody{Res: &types.Destroy_TaskResponse{Returnval: task}}
 	}
-	isOff := m.Runtime.PowerState == types.VirtualMachinePowerStatePoweredOff
-	if isOff {
-		for _, disk := range m.disks() {
+	if m.Runtime.PowerState == types.VirtualMachinePowerStatePoweredOff {
+		disks := m.disks()
+		for _, snapshot := range m.RootSnapshot {
+			disks = append(disks, disksOf(ctx.Map.Get(snapshot).(*simulator.VirtualMachineSnapshot).Config.Hardware.Device)...)
+		}
+		for _, disk := range disks {
 			if disk.VDiskId != nil {
 				if fcd, datastore := m.fcd(ctx, *disk.VDiskId); fcd != nil {
 					delete(ctx.Map.VStorageObjectManager().Catalog()[datastore], fcd.Config.Id)
@@ -287,6 +312,8 @@ func (m *machine) DestroyTask(ctx *simulator.Context, req *types.Destroy_Task) s
 			}
 			m.world.remove(backing(disk))
 		}
+		m.world.clear(m.Config.Files.LogDirectory)
+		m.Config.Files.LogDirectory += "cleared"
 	}
 	body := m.VirtualMachine.DestroyTask(ctx, req).(*methods.Destroy_TaskBody)
 	if body.Res != nil {

@@ -61,6 +61,7 @@ impl TestCloud for Site {
             ("second-network", NETWORKS[0].to_owned()),
             ("console", "true".to_owned()),
             ("call-timeout", "60s".to_owned()),
+            ("first-pause", "20ms".to_owned()),
         ]
         .map(|(key, value)| (key.to_owned(), value))
         .to_vec()
