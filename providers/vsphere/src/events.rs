@@ -1,7 +1,7 @@
 //! Reports VMs that end without a delete, by one call that waits for changes in the folder. May call
 //! `CreatePropertyCollector`, `CreateContainerView`, `CreateFilter` and `WaitForUpdatesEx`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -83,6 +83,44 @@ impl Change {
     }
 }
 
+/// Answer to a call that waits for changes.
+#[derive(Debug, Default)]
+struct Changes {
+    /// Version to continue from; `None`: there was no change.
+    version: Option<String>,
+    all: Vec<Change>,
+    /// Whether more of them follow in the next answer, because an answer has at most 100 objects.
+    has_more: bool,
+}
+
+/// VMs of this node, and the state of a list that a new connection begins with.
+#[derive(Debug, Default)]
+struct Followed {
+    vms: HashMap<Moref, Last>,
+    /// VMs of the list so far; `None`: the list has ended.
+    listed: Option<HashSet<Moref>>,
+}
+
+impl Followed {
+    /// Records the changes of an answer. Returns name and reason of each VM that has ended.
+    fn apply(&mut self, prefix: &str, changes: Changes) -> Vec<(String, &'static str)> {
+        if let Some(listed) = &mut self.listed {
+            listed.extend(changes.all.iter().map(|change| change.moref.clone()));
+        }
+        let mut ended: Vec<_> =
+            changes.all.into_iter().filter_map(|change| follow(&mut self.vms, prefix, change)).collect();
+        if !changes.has_more
+            && let Some(listed) = self.listed.take()
+        {
+            // What the list lacks has gone while nobody waited.
+            let gone: Vec<Moref> = self.vms.keys().filter(|moref| !listed.contains(moref)).cloned().collect();
+            let gone = gone.into_iter().map(|moref| Change { moref, is_gone: true, name: None, is_on: None });
+            ended.extend(gone.filter_map(|change| follow(&mut self.vms, prefix, change)));
+        }
+        ended
+    }
+}
+
 /// Records a change. Returns name and reason of a VM that has ended by it.
 fn follow(vms: &mut HashMap<Moref, Last>, prefix: &str, change: Change) -> Option<(String, &'static str)> {
     if change.is_gone {
@@ -103,11 +141,11 @@ fn follow(vms: &mut HashMap<Moref, Last>, prefix: &str, change: Change) -> Optio
 }
 
 async fn listen(vsphere: Weak<Vsphere>) {
-    let mut vms = HashMap::new();
+    let mut followed = Followed::default();
     let mut pauses = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
         let since = Instant::now();
-        match watch(&vsphere, &mut vms).await {
+        match watch(&vsphere, &mut followed).await {
             Ok(()) => return,
             Err(error) => tracing::debug!("the vCenter sends no events: {error}"),
         }
@@ -119,7 +157,7 @@ async fn listen(vsphere: Weak<Vsphere>) {
 }
 
 /// Reports changes until the provider or its listeners are gone, or the connection fails.
-async fn watch(vsphere: &Weak<Vsphere>, vms: &mut HashMap<Moref, Last>) -> Result<(), Error> {
+async fn watch(vsphere: &Weak<Vsphere>, followed: &mut Followed) -> Result<(), Error> {
     let Some(here) = listened(vsphere) else { return Ok(()) };
     let (vcenter, prefix) = (here.connected()?.vcenter.clone(), names::prefix(&here.owner));
     let Some(folder) = here.connected()?.folder.find(WHAT).await? else {
@@ -129,22 +167,13 @@ async fn watch(vsphere: &Weak<Vsphere>, vms: &mut HashMap<Moref, Last>) -> Resul
     };
     drop(here);
     let collector = collector(&vcenter, &folder).await?;
-    let (mut version, mut first) = (String::new(), true);
+    let mut version = String::new();
+    followed.listed = Some(HashSet::new());
     loop {
-        let (next, changes) = wait(&vcenter, &collector, &version).await?;
+        let mut changes = wait(&vcenter, &collector, &version).await?;
         let Some(here) = listened(vsphere) else { return Ok(()) };
-        if first {
-            // What is not listed any more has gone while nobody waited.
-            let listed: Vec<&Moref> = changes.iter().map(|change| &change.moref).collect();
-            let gone = vms.keys().filter(|moref| !listed.contains(moref)).cloned();
-            let gone = gone.map(|moref| Change { moref, is_gone: true, name: None, is_on: None });
-            let gone: Vec<Change> = gone.collect();
-            gone.into_iter().for_each(|change| here.report(follow(vms, &prefix, change)));
-        }
-        changes.into_iter().for_each(|change| here.report(follow(vms, &prefix, change)));
-        // Further pages of the first list follow before the first change.
-        first = false;
-        version = next.unwrap_or(version);
+        version = changes.version.take().unwrap_or(version);
+        followed.apply(&prefix, changes).into_iter().for_each(|(name, why)| here.report(name, why));
     }
 }
 
@@ -173,28 +202,27 @@ async fn collector(vcenter: &Vcenter, folder: &Moref) -> Result<Moref, Failure> 
     Ok(collector)
 }
 
-/// Waits for changes. Returns the next version, unless there was no change, and the changes.
-async fn wait(
-    vcenter: &Vcenter,
-    collector: &Moref,
-    version: &str,
-) -> Result<(Option<String>, Vec<Change>), Failure> {
+/// Waits for changes.
+async fn wait(vcenter: &Vcenter, collector: &Moref, version: &str) -> Result<Changes, Failure> {
     let name = "WaitForUpdatesEx";
     let options = element("options", &text("maxWaitSeconds", &WAIT_SECONDS.to_string()));
     let method = Method { name, this: collector.clone(), arguments: text("version", version) + &options };
     let until = Instant::now() + Duration::from_secs(2 * WAIT_SECONDS);
     let read = |node: Node<'_, '_>| {
-        let Some(set) = child(node, "returnval") else { return Some((None, Vec::new())) };
+        let Some(set) = child(node, "returnval") else { return Some(Changes::default()) };
         let updates = children(set, "filterSet").flat_map(|filter| children(filter, "objectSet"));
-        Some((value(set, "version").map(str::to_owned), updates.filter_map(Change::of).collect()))
+        Some(Changes {
+            version: value(set, "version").map(str::to_owned),
+            all: updates.filter_map(Change::of).collect(),
+            has_more: value(set, "truncated") == Some("true"),
+        })
     };
     vcenter.call(Call::new(name, OWNER, WHAT).until(until), &method, read).await
 }
 
 impl Vsphere {
     /// Reports the end of a VM.
-    fn report(&self, ended: Option<(String, &'static str)>) {
-        let Some((name, why)) = ended else { return };
+    fn report(&self, name: String, why: &str) {
         let Ok(id) = InstanceId::new(name) else { return };
         tracing::info!(vm = %id, "VM has ended: {why}");
         // Without a listener the event is not needed.
@@ -205,6 +233,32 @@ impl Vsphere {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_vm_is_gone_when_the_whole_list_lacks_it() {
+        let listed = |numbers: &[u32], has_more| {
+            let of = |number: &u32| Change {
+                moref: Moref { kind: "VirtualMachine".into(), id: number.to_string() },
+                is_gone: false,
+                name: Some(format!("pp-n-{number}")),
+                is_on: Some(true),
+            };
+            Changes { version: None, all: numbers.iter().map(of).collect(), has_more }
+        };
+        let mut followed = Followed { listed: Some(HashSet::new()), ..Followed::default() };
+        let mut apply = |is_new: bool, changes| {
+            if is_new {
+                followed.listed = Some(HashSet::new());
+            }
+            followed.apply("pp-n-", changes).into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        let none = Vec::<String>::new();
+        assert_eq!(apply(true, listed(&[1, 2], true)), none);
+        assert_eq!(apply(false, listed(&[3], false)), none);
+        assert_eq!(apply(true, listed(&[1], true)), none, "the other two may be in the next answer");
+        assert_eq!(apply(false, listed(&[3], false)), ["pp-n-2"]);
+        assert_eq!(apply(false, Changes::default()), none, "an answer without a change is no list");
+    }
 
     #[test]
     fn a_vm_ends_when_it_was_on_and_is_off_or_gone() {

@@ -5,8 +5,8 @@ use roxmltree::{Document, Node, ParsingOptions};
 
 /// Namespace of types in XML.
 const XSI: &str = "http://www.w3.org/2001/XMLSchema-instance";
-/// Most nodes of an answer; one of 16 MiB has fewer.
-const MAX_NODES: u32 = 4_000_000;
+/// Most nodes of an answer. A page of VMs with a thousand variables each has fewer.
+const MAX_NODES: u32 = 1_000_000;
 /// Longest reference, in bytes.
 const MAX_REFERENCE: usize = 256;
 

@@ -75,7 +75,8 @@ struct Shared {
     breaks: Mutex<Option<Break>>,
     /// Changes since [`Vcsim::break_at`].
     changes: AtomicUsize,
-    calls: Mutex<Vec<String>>,
+    /// Method and body of each call.
+    calls: Mutex<Vec<(String, Bytes)>>,
     /// Calls that took effect and are not answered yet.
     late: AtomicUsize,
     /// Most objects of a page; 0: as many as the call wants.
@@ -201,12 +202,21 @@ impl Vcsim {
 
     /// Returns the methods of all calls.
     pub fn calls(&self) -> Vec<String> {
-        self.shared.calls.lock().clone()
+        self.shared.calls.lock().iter().map(|(method, _)| method.clone()).collect()
+    }
+
+    /// Returns methods and bodies of all SOAP calls.
+    pub fn bodies(&self) -> Vec<(String, String)> {
+        let calls = self.shared.calls.lock();
+        let of = |(method, body): &(String, Bytes)| {
+            Some((method.clone(), String::from_utf8(body.to_vec()).ok().filter(|body| !body.is_empty())?))
+        };
+        calls.iter().filter_map(of).collect()
     }
 
     /// Returns the number of calls of a method.
     pub fn count(&self, method: &str) -> usize {
-        self.shared.calls.lock().iter().filter(|call| *call == method).count()
+        self.shared.calls.lock().iter().filter(|(call, _)| call == method).count()
     }
 
     /// Forgets the recorded calls.
@@ -257,7 +267,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> anyhow::Resu
         .into_iter()
         .filter_map(|name| Some(format!("{name}: {}\r\n", head.headers.get(name)?.to_str().ok()?)))
         .collect();
-    shared.calls.lock().push(method.clone());
+    shared.calls.lock().push((method.clone(), body.clone()));
     let fault = shared.faults.lock().next(&method);
     let number = match CHANGES.contains(&method.as_str()) {
         true => shared.changes.fetch_add(1, Ordering::Relaxed),
@@ -304,12 +314,17 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> anyhow::Resu
     Ok(response.body(Full::from(body))?)
 }
 
-/// Returns the request with at most this many objects in a page.
+/// Returns the request with at most this many objects in a page, or in an answer to a wait for changes.
 fn paged(body: Bytes, most: usize) -> Bytes {
     let text = String::from_utf8_lossy(&body).into_owned();
+    if most == 0 {
+        return body;
+    }
+    let (end, updates) =
+        ("</maxWaitSeconds>", format!("</maxWaitSeconds><maxObjectUpdates>{most}</maxObjectUpdates>"));
     match text.split_once("<maxObjects>").and_then(|(before, rest)| Some((before, rest.split_once('<')?.1))) {
-        Some((before, rest)) if most > 0 => Bytes::from(format!("{before}<maxObjects>{most}<{rest}")),
-        _ => body,
+        Some((before, rest)) => Bytes::from(format!("{before}<maxObjects>{most}<{rest}")),
+        None => Bytes::from(text.replace(end, &updates)),
     }
 }
 

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use futures_util::StreamExt;
+use futures_util::{FutureExt, StreamExt};
 use peerpod_provider_api::{CreateRequest, EventKind, OwnedState, Provider, Size};
+use peerpod_test_clouds::Fault;
 use peerpod_test_clouds::vcsim::{CLUSTER, DATASTORES, NETWORKS};
 use peerpod_tests::cloud::PATIENCE;
 use serde_json::{Value, json};
@@ -120,17 +121,20 @@ async fn an_address_comes_from_the_guest_and_from_no_tools() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_that_ends_is_an_event_and_a_delete_is_none() {
     let site = Site::start();
+    // A list has several answers.
+    site.vcsim.set_page(1);
     let provider = site.provider(&[]);
     let wish = placed(&*provider, &request("web-0")).await.unwrap();
     let mut all = Vec::new();
-    let mut events = provider.events().unwrap();
     for number in 0..3 {
         let made = provider.create(&wish, &key("events", number)).await.unwrap();
         provider.addresses(&made.id).await.unwrap();
         all.push(made.id);
     }
+    let mut events = provider.events().unwrap();
     timeout(PATIENCE, async {
-        while site.vcsim.count("WaitForUpdatesEx") < 2 {
+        // One answer for each VM, and the wait.
+        while site.vcsim.count("WaitForUpdatesEx") < 4 {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     })
@@ -140,6 +144,8 @@ async fn a_vm_that_ends_is_an_event_and_a_delete_is_none() {
         if order == "destroy" {
             site.vcsim.order(&json!({"op": "power-off", "name": id.as_str()}));
         } else {
+            // The wait after this event breaks, and another list follows.
+            site.vcsim.fail("WaitForUpdatesEx", Fault::Reset, 1);
             site.vcsim.order(&json!({"op": order, "name": id.as_str()}));
         }
         let event = timeout(PATIENCE, events.next()).await.unwrap().unwrap();
@@ -151,8 +157,38 @@ async fn a_vm_that_ends_is_an_event_and_a_delete_is_none() {
         let listed = provider.list_owned().await.unwrap();
         assert_eq!(listed.iter().find(|one| one.id == *id).map(|one| one.state), state);
     }
+    assert_eq!(events.next().now_or_never(), None, "the third VM runs");
     let error = provider.addresses(&all[0]).await.unwrap_err();
     says(&error, "not_found", &["it has ended"]);
+}
+
+/// A host has 16 units. A full clone costs four of them, a linked one costs one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_makes_a_limited_number_of_clones_at_once() {
+    for (is_linked, most) in [(true, 16), (false, 4)] {
+        let site = Site::start();
+        if !is_linked {
+            site.vcsim.order(&json!({"op": "remove-snapshots", "name": "podvm-template"}));
+        }
+        let provider = site.provider(&[]);
+        let found = provider.preflight().await.unwrap();
+        assert_eq!(found.warnings.iter().any(|text| text.contains("copies its whole disk")), !is_linked);
+        site.vcsim.set_task_time(Duration::from_millis(200));
+        let creates = (0..2 * most).map(|number| {
+            let provider = provider.clone();
+            async move {
+                let wish = placed(&*provider, &request(&format!("pod-{number}"))).await.unwrap();
+                provider.create(&wish, &key("limit", number)).await.map(drop)
+            }
+        });
+        for done in futures_util::future::join_all(creates).await {
+            done.unwrap();
+        }
+        let at_once = site.vcsim.order(&json!({"op": "most-clones"})).as_u64().unwrap();
+        assert!((2..=u64::from(most)).contains(&at_once), "{at_once} of at most {most}");
+        let body = site.vcsim.bodies().into_iter().find(|(method, _)| method == CREATE).unwrap().1;
+        assert_eq!(body.contains("createNewChildDiskBacking"), is_linked, "{body}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
