@@ -6,8 +6,10 @@
 //! * [`alibaba_models`]: Alibaba Cloud's Python models and signer. They name each parameter and member that they do not
 //!   know, and each signature that differs from theirs.
 //! * [`ibm_models`]: the models of IBM's Python SDK. They name each field of a request or an answer that they do not know.
-//! * [`alibaba_client`], [`azure_client`], [`google_client`], [`ibm_client`]: the vendors' Python clients, at a cloud's
-//!   witness endpoint.
+//! * [`vmware_models`]: the models of VMware's Python SDK. They name what they do not know of a SOAP request, and elements
+//!   in another order.
+//! * [`alibaba_client`], [`azure_client`], [`google_client`], [`ibm_client`], [`vmware_client`]: the vendors' Python
+//!   clients, at a cloud's witness endpoint.
 //!
 //! These functions block; tests with a runtime of one thread need `spawn_blocking`.
 
@@ -21,7 +23,7 @@ use serde_json::{Value, json};
 
 use crate::azure::SUBSCRIPTION;
 use crate::core::Call;
-use crate::{Alibaba, Azure, Cloud, Gcp, IbmCloud};
+use crate::{Alibaba, Azure, Cloud, Gcp, IbmCloud, Vcsim};
 
 /// Returns the types of Microsoft's models for the body and the answer of a call; empty: there is none.
 fn azure_types(action: &str) -> (&'static str, &'static str) {
@@ -233,6 +235,28 @@ pub fn ibm_client(cloud: &Cloud<IbmCloud>, operation: &str, arguments: &Value) -
     let mut command = Command::new(python()?);
     command.arg(script("ibm_client.py")).args([&cloud.witness_endpoint(), operation]);
     run(command.arg(arguments.to_string()), operation)
+}
+
+/// Returns what VMware's models do not know of these calls, which are names of methods and SOAP requests.
+///
+/// # Errors
+/// When the models cannot be installed, or the program fails.
+pub fn vmware_models(calls: &[(String, String)]) -> anyhow::Result<Vec<String>> {
+    let lines: Vec<Value> = calls.iter().map(|(_, body)| json!({"body": body})).collect();
+    let names: Vec<String> = calls.iter().map(|(method, _)| method.clone()).collect();
+    let mut command = Command::new(python()?);
+    command.arg(script("vmware_models.py"));
+    Ok(named(&names, ask(command, &lines)?))
+}
+
+/// Returns a VM of this path, as VMware's client reads it.
+///
+/// # Errors
+/// When the client cannot be installed or fails.
+pub fn vmware_client(vcsim: &Vcsim, path: &str) -> anyhow::Result<Value> {
+    let mut command = Command::new(python()?);
+    command.arg(script("vmware_client.py")).args(["url", "user", "password"].map(|fact| vcsim.said(fact)));
+    run(command.arg(path), path)
 }
 
 fn script(name: &str) -> PathBuf {

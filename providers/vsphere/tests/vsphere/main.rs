@@ -12,3 +12,4 @@ mod policy;
 mod refusals;
 mod requests;
 mod sessions;
+mod witness;
