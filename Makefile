@@ -18,7 +18,8 @@ BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-
 ARCH := $(shell uname -m)
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
-# KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
+# KATA=PATH|VERSION: the Kata release that has agent and pause bundle; or KATA_AGENT=PATH and PAUSE_BUNDLE=DIR as files.
+# GUEST_COMPONENTS=DIR: what else the image gets of others.
 # FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/vm-image/README.md.
 IMAGE_TARGET := x86_64-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
@@ -26,7 +27,8 @@ IMAGE := $(TARGET)/debug/peerpod-image
 IMAGE_SOURCE = --cache $(TARGET)/image/cache $(if $(LOCKED),,--newest-if-gone) \
 	$(if $(MIRROR),--mirror $(MIRROR) --security-mirror $(SECURITY_MIRROR)) $(if $(SNAPSHOTS),--snapshots $(SNAPSHOTS))
 IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE_BINS)/peerpod-pull \
-	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
+	$(if $(KATA),--kata $(KATA)) $(if $(KATA_AGENT),--kata-agent $(KATA_AGENT)) \
+	$(if $(KATA)$(KATA_AGENT),,--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
 .PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-kubernetes test-long test-aws test-clouds bench bench-aws bench-clouds bench-kube lint fuzz setup bins image image-minimal image-disk \
@@ -57,7 +59,7 @@ image-disk: image-bins
 image-bins: setup-image
 	$(CARGO) build --locked --workspace --bin peerpod-image $(WITH)
 	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-images -p peerpod-initrd \
-		$(if $(KATA_AGENT),,-p peerpod-test-agent)
+		$(if $(KATA)$(KATA_AGENT),,-p peerpod-test-agent)
 
 # Writes podvm/vm-image/packages.lock anew, with the newest versions.
 image-lock:

@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 
-use crate::program;
+use crate::kata::Kata;
 use crate::report::{Report, sha256};
 use crate::tree::Tree;
+use crate::{inputs, program};
 
 /// Path of the agent, a kata-agent or the test agent.
 const AGENT: &str = "usr/local/bin/kata-agent";
@@ -30,12 +31,15 @@ const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loop
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Parts {
     /// peerpod-guest, a static build
-    #[arg(long, value_name = "PATH")]
-    pub(crate) guest: PathBuf,
+    #[arg(long, value_name = "PATH", default_value_os_t = beside("peerpod-guest"))]
+    guest: PathBuf,
     /// peerpod-pull, a static build
-    #[arg(long, value_name = "PATH")]
-    pub(crate) pull: PathBuf,
-    /// kata-agent of a Kata release; without it the image gets the test agent and is not for production
+    #[arg(long, value_name = "PATH", default_value_os_t = beside("peerpod-pull"))]
+    pull: PathBuf,
+    /// Kata release that has agent and pause bundle: its archive, a guest image of it, a folder, or a version to download
+    #[arg(long, value_name = "PATH|VERSION", conflicts_with_all = ["kata_agent", "pause_bundle"])]
+    kata: Option<String>,
+    /// kata-agent as a file; with neither this nor --kata the image gets the test agent and is not for production
     #[arg(long, value_name = "PATH")]
     kata_agent: Option<PathBuf>,
     /// The project's test agent, for an image without --kata-agent
@@ -48,11 +52,27 @@ pub(crate) struct Parts {
     #[arg(long, value_name = "DIR")]
     guest_components: Option<PathBuf>,
     /// Folder of the providers: each guest.toml describes how a VM recognises its cloud and reads its user-data
-    #[arg(long, value_name = "DIR", default_value = "providers")]
+    #[arg(long, value_name = "DIR", default_value_os_t = beside("providers"))]
     providers: PathBuf,
 }
 
+/// Returns the path of a file or folder that is beside this program, as in a release, or otherwise below the current
+/// folder, as in the repository.
+pub(crate) fn beside(name: &str) -> PathBuf {
+    let program = std::env::current_exe().ok();
+    let path = program.and_then(|program| Some(program.parent()?.join(name)));
+    path.filter(|path| path.exists()).unwrap_or_else(|| name.into())
+}
+
 impl Parts {
+    /// Takes agent and pause bundle out of the Kata release of `--kata`, into a folder in `work`.
+    pub(crate) fn find_kata(&mut self, cache: &Path, work: &Path) -> anyhow::Result<()> {
+        let Some(source) = &self.kata else { return Ok(()) };
+        let found = Kata::find(source, cache, &inputs::folder(work, "kata")?)?;
+        (self.kata_agent, self.pause_bundle) = (Some(found.agent), found.pause_bundle);
+        Ok(())
+    }
+
     /// Adds all parts, and notes the supplied ones in the report.
     pub(crate) fn add(
         &self,
@@ -80,7 +100,7 @@ impl Parts {
                 report.test_agent = true;
             }
             (None, None) => {
-                bail!("no agent: give --kata-agent (or, for an image to test with, --test-agent)")
+                bail!("no agent: give --kata (or, for an image to test with, --test-agent)")
             }
         }
         let option = if report.test_agent { "--test-agent" } else { "--kata-agent" };

@@ -31,10 +31,10 @@ const IDENTITY_LEN: usize = 64;
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// peerpod-initrd, a static build
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", default_value_os_t = content::beside("peerpod-initrd"))]
     initrd: PathBuf,
     /// Configuration files of the image's root
-    #[arg(long, value_name = "DIR", default_value = "podvm/vm-image/rootfs")]
+    #[arg(long, value_name = "DIR", default_value_os_t = content::beside("podvm/vm-image/rootfs"))]
     rootfs: PathBuf,
     /// Leave the root unverified: no dm-verity
     #[arg(long)]

@@ -33,11 +33,16 @@ impl Inputs {
 
     /// Returns an empty folder of this run, which `main` removes.
     pub(crate) fn work(&self, name: &str) -> anyhow::Result<PathBuf> {
-        let folder = self.work.join(format!("{name}.{}", std::process::id()));
-        if folder.exists() {
-            fs::remove_dir_all(&folder)?;
-        }
-        fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
-        Ok(folder)
+        folder(&self.work, name)
     }
+}
+
+/// Makes an empty folder of this run in `work`.
+pub(crate) fn folder(work: &Path, name: &str) -> anyhow::Result<PathBuf> {
+    let folder = work.join(format!("{name}.{}", std::process::id()));
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
+    Ok(folder)
 }

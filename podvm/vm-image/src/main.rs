@@ -13,6 +13,7 @@ mod disk;
 mod formats;
 mod gpt;
 mod inputs;
+mod kata;
 mod lock;
 mod memory;
 mod minimal;
@@ -79,7 +80,7 @@ enum Command {
 #[derive(Args)]
 struct Source {
     /// File of the exact package versions
-    #[arg(long, value_name = "FILE", default_value = "podvm/vm-image/packages.lock")]
+    #[arg(long, value_name = "FILE", default_value_os_t = content::beside("podvm/vm-image/packages.lock"))]
     lock: PathBuf,
     /// Folder of the package cache
     #[arg(long, value_name = "DIR", default_value = "target/image/cache")]
@@ -135,11 +136,13 @@ fn main() -> ExitCode {
 
 fn go(command: Command) -> anyhow::Result<()> {
     let out = match command {
-        Command::Minimal { source, parts, out } => {
+        Command::Minimal { source, mut parts, out } => {
+            parts.find_kata(&source.cache, &out.join("work"))?;
             minimal::build(&source.inputs(&out)?, &parts, &out).context("build the minimal image")?;
             out
         }
-        Command::Disk { source, parts, options, out } => {
+        Command::Disk { source, mut parts, options, out } => {
+            parts.find_kata(&source.cache, &out.join("work"))?;
             disk::build(&source.inputs(&out)?, &parts, &options, &out).context("build the disk image")?;
             out
         }

@@ -117,9 +117,11 @@ impl Report {
             writeln!(out, "  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20))?;
         }
         let unfit = if self.test_agent {
-            Some("the agent is the project's test agent (--kata-agent supplies a real one)")
+            Some("the agent is the project's test agent (--kata supplies a real one)")
         } else if !self.contents.contains_key("/pause_bundle/config.json") {
-            Some("no pod starts, because the kata-agent has no pause bundle (--pause-bundle supplies one)")
+            Some(
+                "no pod starts, because the kata-agent has no pause bundle (--kata or --pause-bundle supplies one)",
+            )
         } else {
             None
         };

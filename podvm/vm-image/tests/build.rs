@@ -81,7 +81,9 @@ impl Folder {
             .arg(repository.join("providers"))
             .arg("--out")
             .arg(here.join("image"));
-        if !more.contains(&"--kata-agent") {
+        let path = std::env::var("PATH").unwrap();
+        command.env("PATH", format!("{}:{path}", self.path("bin").display()));
+        if !more.iter().any(|option| option.starts_with("--kata")) {
             command.args(["--test-agent", program]);
         }
         if kind == "disk" {
@@ -280,4 +282,56 @@ fn an_agent_that_could_not_run_is_refused() {
     assert_eq!(about["test_agent"], false);
     assert!(about["supplied"]["kata-agent"].as_str().is_some_and(|digest| digest.len() == 64), "{about}");
     assert!(about["contents"]["/etc/peerpod/test-agent"].is_null(), "{about}");
+}
+
+/// Makes the archive of a Kata release: a guest image with a partition of ext4, and its usual name as a link.
+fn kata_release(folder: &Folder) -> PathBuf {
+    let script = r#"
+        set -e
+        share=release/opt/kata/share/kata-containers
+        mkdir -p root/usr/bin root/pause_bundle/rootfs $share
+        cp guest root/usr/bin/kata-agent
+        echo '{"ociVersion": "1.0.0"}' > root/pause_bundle/config.json
+        cp guest root/pause_bundle/rootfs/pause
+        PATH=$PATH:/usr/sbin:/sbin
+        mke2fs -q -t ext4 -d root root.ext4 16M
+        truncate -s 20M $share/kata-ubuntu-noble-confidential.image
+        echo 'start=6144, size=32768, type=83' | sfdisk -q --label dos $share/kata-ubuntu-noble-confidential.image
+        dd if=root.ext4 of=$share/kata-ubuntu-noble-confidential.image bs=1M seek=3 conv=notrunc status=none
+        ln -s kata-ubuntu-noble-confidential.image $share/kata-containers-confidential.img
+        tar --zstd -C release -cf release.tar.zst ./opt"#;
+    run("sh", &["-c", &format!("cd {}; {script}", folder.path("").display())]);
+    folder.path("release.tar.zst")
+}
+
+#[test]
+fn agent_and_pause_bundle_come_out_of_a_kata_release_by_its_version() {
+    let folder = Folder::new("kata");
+    let archive = kata_release(&folder);
+    // The test's own curl: it has the release 9.9.9 as an archive of zstd.
+    fs::create_dir(folder.path("bin")).unwrap();
+    let curl = folder.path("bin/curl");
+    let script = format!(
+        "#!/bin/sh\nwhile [ $# -gt 1 ]; do [ \"$1\" = --output ] && to=$2; shift; done\ncase $1 in\n\
+         https://*/kata-static-9.9.9-amd64.tar.zst) cp {} \"$to\" ;;\n*) echo \"404 $1\" >&2; exit 22 ;;\nesac\n",
+        archive.display()
+    );
+    fs::write(&curl, script).unwrap();
+    fs::set_permissions(&curl, fs::Permissions::from_mode(0o755)).unwrap();
+
+    let output = folder.build("minimal", "none", "022", &["--kata", "9.9.8"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("9.9.8") && said.contains("amd64.tar.xz"), "{said}");
+
+    let output = folder.build("minimal", "one", "022", &["--kata", "9.9.9"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(!said.contains("NOT FOR PRODUCTION"), "{said}");
+    let image =
+        BTreeMap::from([("image.json".to_owned(), fs::read(folder.path("one/image/image.json")).unwrap())]);
+    let about = about(&image);
+    assert_eq!(about["test_agent"], false);
+    for path in ["/usr/local/bin/kata-agent", "/pause_bundle/config.json", "/pause_bundle/rootfs/pause"] {
+        assert!(about["contents"][path].is_u64(), "{path}: {}", about["supplied"]);
+    }
 }
