@@ -189,6 +189,11 @@ impl Task {
 
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
+        if let Some(from) = self.seen_by_link() {
+            // The cloud may never know the address.
+            self.in_flight.cloud.cancel();
+            return self.in_flight.cloud.start(async move { Completion::Located(Ok(vec![from])) });
+        }
         if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.in_flight.cloud.is_idle() {
             let (ports, vm) = (self.ports.clone(), vm.clone());
             self.in_flight.cloud.start(async move { Completion::Located(ports.cloud.addresses(&vm).await) });

@@ -177,6 +177,19 @@ impl Task {
         });
     }
 
+    /// Returns the address of a VM without a known one, as the link saw it: the guest, authenticated by its certificate,
+    /// connects from it and has it on its own interface, so no NAT is between.
+    pub(crate) fn seen_by_link(&self) -> Option<IpAddr> {
+        if !self.record.addresses.is_empty() || self.record.enrolment.shared_ticket().is_some() {
+            return None;
+        }
+        let from = {
+            let guest = self.guest.state.borrow();
+            guest.address.filter(|_| guest.connected)?
+        };
+        self.is_guests_own(from).then_some(from)
+    }
+
     /// Whether the guest reports this address on its own interface.
     fn is_guests_own(&self, address: IpAddr) -> bool {
         let status = Status::parse_from_bytes(&self.guest.state.borrow().status).unwrap_or_default();

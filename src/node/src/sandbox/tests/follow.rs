@@ -1,7 +1,8 @@
 //! Tests how a sandbox follows changes around a running pod's network, and the reports of its guest.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::node::*;
 use super::world::*;
@@ -18,7 +19,7 @@ async fn settled(node: &Node, world: &World) {
     let looks = world.looks();
     world.noise.send_modify(|heard| *heard += 1);
     node.until("looked", |_| world.looks() > looks).await;
-    tokio::time::sleep(std::time::Duration::from_secs(30)).await;
+    tokio::time::sleep(Duration::from_secs(30)).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -105,6 +106,27 @@ async fn an_address_reported_by_the_guest_needs_no_confirmation_by_the_cloud() {
     node.fx.has_address("a", MOVED);
     node.fx.comes_from("a", MOVED);
     node.until("told", |_| world.greetings() == 2).await;
+    assert_eq!(world.tunnel_to("a"), Some(MOVED.to_string()));
+    node.kill().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_without_a_known_address_has_the_one_that_the_link_saw() {
+    let (world, dir) = (World::new(1), Dir::new());
+    world.hides_addresses.store(true, Ordering::Relaxed);
+    let node = Node::start(&world, &dir).await;
+    node.create("a").await.unwrap();
+    node.until("made", |node| node.phase("a") == "joining").await;
+    node.fx.link("a", "i-1");
+    node.fx.comes_from("a", MOVED);
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(
+        (node.phase("a").as_str(), world.tunnel_to("a")),
+        ("joining", None),
+        "it may be the address of a NAT"
+    );
+    node.fx.has_address("a", MOVED);
+    node.table.start(&id("a")).await.unwrap();
     assert_eq!(world.tunnel_to("a"), Some(MOVED.to_string()));
     node.kill().await;
 }
