@@ -13,6 +13,7 @@ mod runtime;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::str::FromStr;
 
 use peerpod_base::config::Sources;
 use peerpod_common::files;
@@ -44,7 +45,27 @@ pub(crate) struct Args {
     config: Option<PathBuf>,
     /// The account of the node's daemon, whose rights are asked for [default: this program's own]
     #[arg(long, value_name = "NAMESPACE/NAME")]
-    account: Option<String>,
+    account: Option<Account>,
+}
+
+/// A service account.
+#[derive(Clone, Debug)]
+struct Account {
+    namespace: String,
+    name: String,
+}
+
+impl FromStr for Account {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Account, &'static str> {
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
+                Ok(Account { namespace: namespace.to_owned(), name: name.to_owned() })
+            }
+            _ => Err("write NAMESPACE/NAME"),
+        }
+    }
 }
 
 /// Checks everything and prints the items. Exit codes: 0 no fault, 1 a fault, 2 the configuration cannot be read.
@@ -66,7 +87,7 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
 }
 
 async fn check(args: &Args, config: &Config) -> Vec<Item> {
-    let (of_cluster, seen) = cluster::check(config, args.pre, args.account.as_deref()).await;
+    let (of_cluster, seen) = cluster::check(config, args.pre, args.account.as_ref()).await;
     let class = config.list("webhook.runtime-classes").into_iter().next().unwrap_or_default();
     let handler = seen.handler.unwrap_or(class);
     let mut items = kernel::check(&args.root, config);

@@ -276,6 +276,10 @@ mod tests {
             &["provider", "check", "a", "--crowd", "0"],
             &["provider", "check", "a", "--patience", "5"],
             &["provider", "check", "a", "--loud"],
+            &["check", "--account", "name"],
+            &["check", "--account", "/name"],
+            &["check", "--account", "namespace/"],
+            &["check", "--account", "a/b/c"],
         ] {
             let error = parsed(wrong).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{wrong:?}: {error}");

@@ -18,6 +18,7 @@ use kube::{Api, Client};
 use peerpod_kube::client::{Error, connect, within};
 use peerpod_kube::crds;
 
+use super::Account;
 use super::config::Config;
 use super::network::MOST_PEERS;
 use crate::item::{Area, Item, Outcome, failed, skipped, warning};
@@ -36,7 +37,7 @@ pub(super) struct Seen {
 }
 
 /// Checks the cluster, if one is configured. `account`: that of the node's daemon, if it is not this program's.
-pub(super) async fn check(config: &Config, pre: bool, account: Option<&str>) -> (Vec<Item>, Seen) {
+pub(super) async fn check(config: &Config, pre: bool, account: Option<&Account>) -> (Vec<Item>, Seen) {
     let kubeconfig = Some(config.text("kubernetes.kubeconfig")).filter(|path| !path.is_empty());
     let client = connect(kubeconfig.clone().map(PathBuf::from).as_deref()).await;
     let client = match client {

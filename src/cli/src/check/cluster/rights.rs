@@ -10,6 +10,7 @@ use kube::api::PostParams;
 use kube::{Api, Client};
 use peerpod_kube::client::{Error, within};
 
+use crate::check::Account;
 use crate::check::config::Config;
 use crate::item::{Outcome, failed};
 
@@ -32,7 +33,7 @@ const INSTALLED: [(&str, &str); 9] = [
 ];
 
 /// Asks for each right of an installation, or of a node's daemon.
-pub(super) async fn check(client: &Client, config: &Config, pre: bool, account: Option<&str>) -> Outcome {
+pub(super) async fn check(client: &Client, config: &Config, pre: bool, account: Option<&Account>) -> Outcome {
     let namespace = Some(config.text("cluster.namespace")).filter(|name| !name.is_empty());
     let namespace = namespace.unwrap_or_else(|| client.default_namespace().to_owned());
     let asked: Vec<ResourceAttributes> = if pre {
@@ -60,7 +61,9 @@ pub(super) async fn check(client: &Client, config: &Config, pre: bool, account: 
         true => "install with an account that may make these, like one with the role cluster-admin",
         false => "give this account the rules in deploy/chart/files/rbac/node.yaml and node-own.yaml",
     };
-    let account = account.map_or("this account".to_owned(), |account| format!("account {account}"));
+    let account = account.map_or("this account".to_owned(), |Account { namespace, name }| {
+        format!("account {namespace}/{name}")
+    });
     failed(format!("{account} may not {}", missing.join(", ")), remedy)
 }
 
@@ -68,10 +71,10 @@ pub(super) async fn check(client: &Client, config: &Config, pre: bool, account: 
 async fn is_allowed(
     client: &Client,
     right: &ResourceAttributes,
-    account: Option<&str>,
+    account: Option<&Account>,
 ) -> Result<bool, Error> {
     let (resource_attributes, params) = (Some(right.clone()), PostParams::default());
-    let Some((namespace, name)) = account.and_then(|account| account.split_once('/')) else {
+    let Some(Account { namespace, name }) = account else {
         let spec = SelfSubjectAccessReviewSpec { resource_attributes, ..Default::default() };
         let review = SelfSubjectAccessReview { spec, ..Default::default() };
         let reviews = Api::<SelfSubjectAccessReview>::all(client.clone());
