@@ -17,7 +17,7 @@ use serde_json::{from_value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::item::{Fault, Outcome, Verdict, failed};
-use crate::output::{Colour, Format, Output, Table, paint, safe};
+use crate::output::{Colour, Format, Output, Table, paint, safe, say};
 use crate::signals::{INTERRUPTED, Signals};
 use crate::source::{Cluster, ClusterArgs};
 
@@ -100,14 +100,14 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let namespace = make_namespace(&cluster).await?;
     let output = args.output;
     let mut bench = Bench { cluster, args, namespace: namespace.name_any(), nodes, rows: Vec::new() };
-    eprintln!("namespace {}, nodes {}", bench.namespace, bench.names_of_nodes());
+    say!(stderr, "namespace {}, nodes {}", bench.namespace, bench.names_of_nodes());
     let interrupted = tokio::select! {
         biased;
         name = signals.next() => Some(name),
         () = bench.tests() => None,
     };
     if let Some(name) = interrupted {
-        eprintln!("\n{name}: removing namespace {}", bench.namespace);
+        say!(stderr, "\n{name}: removing namespace {}", bench.namespace);
     }
     let began = Instant::now();
     let removed = bench.remove(&namespace).await;
@@ -167,7 +167,7 @@ impl Bench {
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         let row = Row { test: test.to_owned(), verdict, took_ms, cause, remedy };
         if matches!(self.args.output.format, Format::Table | Format::Wide) {
-            eprintln!("{}", safe(&format!("{} {test}: {}", row.verdict.sign(), row.cause)));
+            say!(stderr, "{}", safe(&format!("{} {test}: {}", row.verdict.sign(), row.cause)));
         }
         self.rows.push(row);
     }

@@ -6,6 +6,14 @@ use std::io::{IsTerminal, Write};
 
 use serde::Serialize;
 
+/// Prints a line to `stdout` or `stderr`. A closed output is no error, because a clean-up must still be done.
+macro_rules! say {
+    ($stream:ident, $($words:tt)*) => {
+        std::io::Write::write_fmt(&mut std::io::$stream(), format_args!("{}\n", format_args!($($words)*))).ok()
+    };
+}
+pub(crate) use say;
+
 /// Form of a subcommand's output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Format {

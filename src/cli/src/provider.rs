@@ -25,17 +25,13 @@ use peerpod_providers::{Context, Purpose, Settings};
 use tokio::process;
 
 use crate::SETTINGS;
+use crate::output::say;
 use crate::signals::{INTERRUPTED, Signals};
 
 /// Exit code if nothing was done: arguments or a consent are missing.
 const NOT_DONE: u8 = 2;
 /// Time limit of a probe, and of the preflight.
 const PROBE: Duration = Duration::from_secs(60);
-
-/// Prints a line. A closed output is no error, because the clean-up must still be done.
-macro_rules! say {
-    ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
-}
 
 /// Subcommands of `peerpod provider`.
 #[derive(Debug, clap::Subcommand)]
@@ -103,6 +99,7 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
     let all = crowd + 5 * DROPS + 40;
     if !settings.is_free() && !words.yes {
         say!(
+            stdout,
             "provider {kind}: {} promises would be tested with real VMs, up to {crowd} at once and about \
              {all} in total, each deleted after a moment.\nThis may cost money. Pass --yes to run the test; \
              --crowd N lowers the number of VMs.",
@@ -113,6 +110,7 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
     // Two providers of the node itself would share bridge and addresses, and so disturb each other's VMs.
     if settings.is_free() && UnixStream::connect(run_dir.join(SOCKET)).is_ok() {
         say!(
+            stdout,
             "provider {kind}: nothing was tested, because peerpod-node runs here ({}), and the VMs of both would have \
              the same network. Stop peerpod-node and its VMs first, or test on another machine.",
             run_dir.display()
@@ -131,6 +129,7 @@ pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyh
     let removed = match outcome {
         Ok((_, false)) => {
             say!(
+                stdout,
                 "look for VMs of this cluster with the node name {node_name} and delete them; the provider's \
                  records of them stay in {}",
                 folder.display()
@@ -218,10 +217,10 @@ async fn check(
             .with_context(|| format!("the preflight of provider {kind} failed, so no VM was made"))?,
     };
     for fact in &found.facts {
-        say!("{kind}: {fact}");
+        say!(stdout, "{kind}: {fact}");
     }
     for warning in &found.warnings {
-        say!("{kind}: warning: {warning}");
+        say!(stdout, "{kind}: warning: {warning}");
     }
     let trial = Arc::new(Trial::new(Arc::new(Configured { provider, collector, words })));
     let mut results: Vec<(&Promise, Checked)> = Vec::new();
@@ -230,13 +229,14 @@ async fn check(
         let verdict = tokio::select! {
             biased;
             name = signals.next() => {
-                say!("\n{name}: deleting the VMs of this check");
+                say!(stdout, "\n{name}: deleting the VMs of this check");
                 let clean = report_clean_up(&trial).await;
                 return Ok((ExitCode::from(INTERRUPTED), clean));
             }
             verdict = trial.keeps(promise) => verdict,
         };
         say!(
+            stdout,
             "{number:>2}/{}  {:7} {:>6.1} s  {}",
             promises.len(),
             word(&verdict),
@@ -246,7 +246,7 @@ async fn check(
         results.push((promise, verdict));
     }
     let clean = report_clean_up(&trial).await;
-    say!("");
+    say!(stdout, "");
     write!(std::io::stdout(), "{}", table(&results)).ok();
     let broken = results.iter().any(|(_, verdict)| matches!(verdict, Err(Stop::Broken(_))));
     Ok((if broken || !clean { ExitCode::FAILURE } else { ExitCode::SUCCESS }, clean))
@@ -266,7 +266,7 @@ async fn report_clean_up(trial: &Trial) -> bool {
     match trial.clean_up().await {
         Ok(()) => true,
         Err(why) => {
-            say!("CLEAN-UP FAILED: {why}");
+            say!(stdout, "CLEAN-UP FAILED: {why}");
             false
         }
     }
@@ -292,7 +292,7 @@ impl Configured {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {PROBE:?}"),
         };
-        eprintln!("peerpod: {} {}: {why}", probe.display(), words.join(" "));
+        say!(stderr, "peerpod: {} {}: {why}", probe.display(), words.join(" "));
         None
     }
 }
