@@ -179,21 +179,27 @@ impl Bench {
         let same = Preconditions { uid: made.uid(), resource_version: None };
         let params = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
         let remedy = format!("kubectl delete namespace {name}; `peerpod list` names VMs that are left");
-        let deleted = within("delete the namespace", namespaces.delete(name, &params)).await;
-        if let Err(why) = deleted
-            && !why.is_not_found()
-        {
-            return failed(why.to_string(), remedy);
-        }
         let until = Instant::now() + REMOVAL;
+        let mut is_deleted = false;
         loop {
-            let found = within("look at the namespace", namespaces.get_opt(name)).await;
-            match found {
+            // One refusal must not leave the VMs behind, so each failed call is repeated.
+            let mut failure = None;
+            if !is_deleted {
+                failure = within("delete the namespace", namespaces.delete(name, &params)).await.err();
+                is_deleted = failure.is_none();
+            }
+            match within("look at the namespace", namespaces.get_opt(name)).await {
                 Ok(found) if found.as_ref().is_none_or(|found| found.uid() != made.uid()) => {
                     return Ok(format!("namespace {name} and its VMs are gone"));
                 }
-                Err(why) if why.status().is_some() => return failed(why.to_string(), remedy),
-                _ if Instant::now() >= until => {
+                Ok(_) => {}
+                Err(why) => failure = failure.or(Some(why)),
+            }
+            match failure {
+                Some(why) if matches!(why.status(), Some(401 | 403)) || Instant::now() >= until => {
+                    return failed(why.to_string(), remedy);
+                }
+                None if Instant::now() >= until => {
                     return failed(format!("namespace {name} is still there after {REMOVAL:?}"), remedy);
                 }
                 _ => sleep(LOOK_AGAIN).await,
