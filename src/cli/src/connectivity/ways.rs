@@ -21,6 +21,8 @@ use crate::item::{Fault, Outcome, failed, skipped};
 
 /// Time limit of a way, which kube-proxy, DNS and CNI may need a moment to open or close.
 const WAY: Duration = Duration::from_secs(30);
+/// Failed fetches in a row by which a way counts as closed.
+const REFUSALS: u32 = 3;
 /// Names of the peer pods and of the ordinary pod.
 const PEERS: [&str; 2] = ["peer-1", "peer-2"];
 const PLAIN: &str = "plain";
@@ -309,13 +311,17 @@ impl Bench {
 
     /// Closes all pods by a NetworkPolicy. If an ordinary pod stays open, the CNI enforces none.
     async fn policy(&self, peer: &Started, plain: &Started) -> Outcome {
+        // A way that is closed without a policy would count as closed by it.
+        for (from, to) in [(peer, plain), (plain, peer)] {
+            self.reaches(from.name, &url(&to.address), to.name).await?;
+        }
         if let Err(why) = self.make::<NetworkPolicy>(closed()).await {
             return failed(format!("{why:#}"), "give this account the right to make NetworkPolicies");
         }
-        if !self.is_closed(peer.name, plain).await {
+        if !self.is_closed(peer.name, plain).await? {
             return skipped("the CNI enforces no NetworkPolicy: an ordinary pod stays open, too");
         }
-        if self.is_closed(plain.name, peer).await {
+        if self.is_closed(plain.name, peer).await? {
             return Ok("a policy closes peer pods, like ordinary ones".to_owned());
         }
         failed(
@@ -324,14 +330,57 @@ impl Bench {
         )
     }
 
-    async fn is_closed(&self, from: &str, to: &Started) -> bool {
-        let until = Instant::now() + WAY;
-        while self.get(from, &url(&to.address)).await.is_ok() {
-            if Instant::now() >= until {
-                return false;
-            }
-            sleep(LOOK_AGAIN).await;
+    async fn is_closed(&self, from: &str, to: &Started) -> Result<bool, Fault> {
+        let (at, until) = (url(&to.address), Instant::now() + WAY);
+        let fetch = "timeout 5 wget -q -O /dev/null \"$0\" 2>/dev/null; echo $?";
+        let is_open = async || Ok(self.in_pod(from, &["sh", "-c", fetch, &at]).await?.trim() == "0");
+        let closes = closes(is_open, until).await;
+        closes.map_err(|why| Fault::failed(format!("{why:#}"), "see `kubectl exec` and the log of kubelet"))
+    }
+}
+
+/// Tries a way until it is closed [`REFUSALS`] times in a row, or still open at `until`. A try that itself failed says
+/// nothing about the way; at `until` it is the error.
+async fn closes(is_open: impl AsyncFn() -> anyhow::Result<bool>, until: Instant) -> anyhow::Result<bool> {
+    let mut refusals = 0;
+    loop {
+        match is_open().await {
+            Ok(false) if refusals + 1 == REFUSALS => return Ok(true),
+            Ok(false) => refusals += 1,
+            Ok(true) if Instant::now() >= until => return Ok(false),
+            Err(why) if Instant::now() >= until => return Err(why),
+            Ok(true) | Err(_) => refusals = 0,
         }
-        true
+        sleep(LOOK_AGAIN).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use anyhow::bail;
+
+    use super::*;
+
+    /// Tries a way with these results, and then with the last one again and again.
+    async fn tried(results: &[Option<bool>], time: Duration) -> (anyhow::Result<bool>, usize) {
+        let tries = Cell::new(0);
+        let is_open = async || {
+            let at = tries.replace(tries.get() + 1);
+            match results[at.min(results.len() - 1)] {
+                Some(is_open) => Ok(is_open),
+                None => bail!("no exec"),
+            }
+        };
+        (closes(is_open, Instant::now() + time).await, tries.get())
+    }
+
+    #[tokio::test]
+    async fn a_failed_exec_does_not_count_as_a_closed_way() {
+        let (closed, tries) = tried(&[None, Some(false), Some(true), Some(false)], WAY).await;
+        assert!(closed.unwrap() && tries == 6);
+        assert!(!tried(&[Some(true)], Duration::ZERO).await.0.unwrap());
+        assert_eq!(tried(&[None], Duration::ZERO).await.0.unwrap_err().to_string(), "no exec");
     }
 }
