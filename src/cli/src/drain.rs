@@ -52,7 +52,7 @@ pub(crate) struct Args {
 enum State {
     /// It must not be evicted, so nothing else is.
     Kept,
-    /// A PodDisruptionBudget forbids its eviction now.
+    /// Its eviction is refused now, as by a PodDisruptionBudget.
     Blocked,
     /// It ends, and its VM is there.
     Ending,
@@ -88,23 +88,32 @@ struct Drained {
     node: String,
     /// Whether the node has no peer pod and no VM of one.
     drained: bool,
+    /// Whether the node takes no new pods.
+    cordoned: bool,
     pods: Vec<Row>,
 }
 
 /// Drains the node and prints its peer pods. Exit code 1 if one is left.
 pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
-    // The API server asks for patience where a budget forbids an eviction: other pods must not wait for it.
-    let cluster = args.cluster.open_without_repeats().await?;
+    let cluster = args.cluster.open().await?;
     let mut drain = Drain {
         node: args.node.clone(),
         nodes: Api::all(cluster.client.clone()),
         cluster,
+        // The API server asks for patience where a budget forbids an eviction: other pods must not wait for it.
+        evictions: args.cluster.open_without_repeats().await?,
+        is_cordoned: false,
         rows: BTreeMap::new(),
         tried: BTreeMap::new(),
         is_loud: matches!(args.output.format, Format::Table | Format::Wide),
     };
     let is_empty = drain.run(&args).await?;
-    let drained = Drained { node: args.node, drained: is_empty, pods: drain.rows.into_values().collect() };
+    let drained = Drained {
+        node: args.node,
+        drained: is_empty,
+        cordoned: drain.is_cordoned,
+        pods: drain.rows.into_values().collect(),
+    };
     args.output.print(&drained, |_| drained.text())?;
     Ok(if is_empty { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -113,6 +122,9 @@ struct Drain {
     node: String,
     nodes: Api<Node>,
     cluster: Cluster,
+    /// The same cluster, by a client that returns each refusal at once.
+    evictions: Cluster,
+    is_cordoned: bool,
     /// The peer pods seen so far, by [`Found::key`].
     rows: BTreeMap<String, Row>,
     /// When the eviction of a pod was refused last, by UID.
@@ -131,6 +143,7 @@ impl Drain {
             return Ok(false);
         }
         self.cordon().await?;
+        self.is_cordoned = true;
         loop {
             let found = match find(&self.cluster, &self.node).await {
                 Ok(found) => found,
@@ -149,7 +162,7 @@ impl Drain {
                 return Ok(false);
             }
             for one in &found {
-                self.step(one).await?;
+                self.step(one).await;
             }
             if Instant::now() >= deadline {
                 let (node, time) = (&self.node, args.timeout);
@@ -196,32 +209,28 @@ impl Drain {
     }
 
     /// Evicts a pod that is not ending yet.
-    async fn step(&mut self, one: &Found) -> anyhow::Result<()> {
+    async fn step(&mut self, one: &Found) {
         let Some(pod) = one.evictable() else {
-            self.set(one, State::Ending, String::new());
-            return Ok(());
+            return self.set(one, State::Ending, String::new());
         };
         let uid = pod.uid().unwrap_or_default();
         if self.tried.get(&uid).is_some_and(|at| at.elapsed() < EVICT_AGAIN) {
-            return Ok(());
+            return;
         }
         match self.evict(pod).await {
             Ok(()) => self.set(one, State::Ending, String::new()),
             // It is gone, or another pod has its name: the next look shows that.
             Err(why) if why.is_not_found() || why.is_conflict() => {}
-            Err(why) if why.status() == Some(429) => {
+            Err(why) => {
                 self.tried.insert(uid, Instant::now());
                 self.set(one, State::Blocked, why.to_string());
             }
-            Err(why) if why.status().is_none() => {}
-            Err(why) => return Err(anyhow::Error::new(why).context(self.stays_cordoned())),
         }
-        Ok(())
     }
 
     async fn evict(&self, pod: &Pod) -> Result<(), Error> {
         let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
-        let pods: Api<Pod> = Api::namespaced(self.cluster.client.clone(), &namespace);
+        let pods: Api<Pod> = Api::namespaced(self.evictions.client.clone(), &namespace);
         let same = Preconditions { uid: pod.uid(), resource_version: None };
         let delete_options = DeleteParams { preconditions: Some(same), ..DeleteParams::default() };
         let params = EvictParams { delete_options: Some(delete_options), ..EvictParams::default() };
@@ -240,7 +249,9 @@ impl Drain {
     }
 
     fn set(&mut self, one: &Found, state: State, cause: String) {
-        let row = Row { pod: one.name.clone(), vm: one.vm.clone(), state, cause };
+        // The VM stays in the row after its PeerPod is gone.
+        let vm = one.vm.clone().or_else(|| self.rows.get(&one.key)?.vm.clone());
+        let row = Row { pod: one.name.clone(), vm, state, cause };
         let before = self.rows.insert(one.key.clone(), row.clone());
         if before.is_none_or(|before| before.state != row.state) {
             report(self.is_loud, &row);
@@ -255,9 +266,10 @@ fn report(is_loud: bool, row: &Row) {
     }
 }
 
-/// Whether the API server gave no answer.
+/// Whether the API server gave no answer, or refuses for now.
 fn is_for_a_moment(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<Error>().is_some_and(|error| error.status().is_none())
+    let error = error.downcast_ref::<Error>();
+    error.is_some_and(|error| error.status().is_none_or(|status| status == 429 || status >= 500))
 }
 
 impl Drained {
@@ -277,9 +289,32 @@ impl Drained {
             (true, _) => {
                 format!("node {node} is cordoned and has no peer pods; afterwards: kubectl uncordon {node}")
             }
-            (false, true) => format!("node {node} has pods that must be kept, so no further pod is evicted"),
+            (false, true) => {
+                let cordoned = if self.cordoned { "is cordoned and" } else { "is not cordoned: it" };
+                format!("node {node} {cordoned} has pods that must be kept, so no further pod is evicted")
+            }
             (false, false) => format!("node {node} is cordoned and still has peer pods"),
         };
         if self.pods.is_empty() { format!("{end}\n") } else { format!("{table}{end}\n") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn a_refusal_for_now_is_no_end() {
+        let refused = |code| {
+            let error = kube::Error::Api(Box::new(Status::failure("no", "No").with_code(code)));
+            anyhow::Error::new(Error::Api { what: "list Pods".to_owned(), error })
+        };
+        for code in [429, 500, 503] {
+            assert!(is_for_a_moment(&refused(code)), "{code}");
+        }
+        assert!(is_for_a_moment(&Error::Late("list Pods".to_owned()).into()));
+        assert!(!is_for_a_moment(&refused(403)) && !is_for_a_moment(&anyhow::anyhow!("no")));
     }
 }
