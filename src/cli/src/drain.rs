@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::output::{Format, Output, Table, safe};
 use crate::source::{Cluster, ClusterArgs};
-use pods::{Found, find, kept};
+use pods::{Found, Peers, find, kept};
 
 /// Pause between two looks at the node.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -138,14 +138,15 @@ impl Drain {
     async fn run(&mut self, args: &Args) -> anyhow::Result<bool> {
         let deadline = Instant::now() + args.timeout;
         self.exists().await?;
-        let first = find(&self.cluster, &self.node).await?;
+        let peers = Peers::read(&self.cluster).await?;
+        let first = find(&self.cluster, &self.node, &peers).await?;
         if self.keeps(&first, args) {
             return Ok(false);
         }
         self.cordon().await?;
         self.is_cordoned = true;
         loop {
-            let found = match find(&self.cluster, &self.node).await {
+            let found = match find(&self.cluster, &self.node, &peers).await {
                 Ok(found) => found,
                 // The API server may be away for a moment.
                 Err(error) if Instant::now() < deadline && is_for_a_moment(&error) => {

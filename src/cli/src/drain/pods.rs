@@ -1,11 +1,19 @@
 //! Finds the peer pods of a node, and decides which of them may be evicted.
 
-use k8s_openapi::api::core::v1::{Pod, PodSpec};
+use std::collections::BTreeMap;
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::ResourceExt;
 use kube::api::ListParams;
+use serde_json::Value;
 
-use crate::source::{Cluster, RESOURCE, Source};
+use crate::source::{Cluster, RESOURCE, Source, Vm, text};
 
+/// The default RuntimeClass of peer pods.
+const CLASS: &str = "kata-remote";
+/// Key of the configuration in the chart's ConfigMap.
+const FILE: &str = "peerpod.yaml";
 /// Annotation of a pod that kubelet makes of a file.
 const STATIC: &str = "kubernetes.io/config.mirror";
 
@@ -14,7 +22,7 @@ const STATIC: &str = "kubernetes.io/config.mirror";
 pub(super) struct Found {
     /// Pod as namespace/name.
     pub(super) name: String,
-    /// The provider's id of the VM.
+    /// The provider's id of the VM, or of several, separated by commas.
     pub(super) vm: Option<String>,
     pod: Option<Pod>,
     /// A word that no other pod of the node has: the pod's UID, also after the pod is gone.
@@ -28,39 +36,96 @@ impl Found {
     }
 }
 
+/// Marks of peer pods, as the installation is configured.
+#[derive(Debug)]
+pub(super) struct Peers {
+    /// Names of the RuntimeClasses.
+    classes: Vec<String>,
+    /// Names of the extended resource, which the webhook adds.
+    resources: Vec<String>,
+}
+
+impl Peers {
+    /// Reads the marks from the ConfigMaps of the installations. The defaults are marks, too.
+    ///
+    /// # Errors
+    /// The API server refuses or is away.
+    pub(super) async fn read(cluster: &Cluster) -> anyhow::Result<Peers> {
+        let homes: Vec<String> = cluster.accounts().await?.into_iter().map(|(home, _)| home).collect();
+        let mut peers = Peers { classes: vec![CLASS.to_owned()], resources: vec![RESOURCE.to_owned()] };
+        let maps =
+            if homes.is_empty() { Vec::new() } else { cluster.ours::<ConfigMap>("ConfigMaps").await? };
+        for map in maps {
+            let text = map.data.as_ref().and_then(|data| data.get(FILE));
+            if let Some(text) = text
+                && map.namespace().is_some_and(|home| homes.contains(&home))
+            {
+                let config = serde_yaml::from_str(text);
+                let name = || format!("read ConfigMap {}", map.name_any());
+                peers.add(&config.with_context(name)?);
+            }
+        }
+        Ok(peers)
+    }
+
+    fn add(&mut self, config: &Value) {
+        self.resources.extend(text(config, "/cluster/extended-resource"));
+        let classes = config.pointer("/webhook/runtime-classes").and_then(Value::as_array);
+        self.classes.extend(classes.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned));
+    }
+
+    /// Whether the pod has a VM or gets one.
+    fn have(&self, pod: &Pod) -> bool {
+        let Some(spec) = &pod.spec else { return false };
+        let resources = spec.containers.iter().filter_map(|container| container.resources.as_ref());
+        let mut limits = resources.flat_map(|resources| resources.limits.iter().flatten());
+        spec.runtime_class_name.as_ref().is_some_and(|class| self.classes.contains(class))
+            || limits.any(|(name, _)| self.resources.contains(name))
+    }
+}
+
 /// Finds the peer pods of a node.
 ///
 /// # Errors
 /// The API server refuses or is away.
-pub(super) async fn find(cluster: &Cluster, node: &str) -> anyhow::Result<Vec<Found>> {
+pub(super) async fn find(cluster: &Cluster, node: &str, peers: &Peers) -> anyhow::Result<Vec<Found>> {
     let of_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
-    let mut pods: Vec<Pod> = cluster.list("Pods", of_node).await?;
-    let mut found = Vec::new();
-    for vm in Source::Cluster(cluster.clone()).list().await? {
-        if vm.node != node {
-            continue;
-        }
-        let uid = vm.fact("uid");
-        let at = pods.iter().position(|pod| pod.metadata.uid.as_deref() == Some(&*uid));
-        let pod = at.map(|at| pods.swap_remove(at));
-        let key = if uid.is_empty() { vm.peerpod.unwrap_or_default() } else { uid };
-        found.push(Found { name: vm.pod, vm: vm.vm, pod, key });
-    }
-    // Those that have no PeerPod yet.
-    pods.retain(|pod| pod.spec.as_ref().is_some_and(wants_vm) && !has_ended(pod));
-    found.extend(pods.into_iter().map(|pod| {
-        let name = format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any());
-        let key = pod.uid().unwrap_or_default();
-        Found { name, vm: None, pod: Some(pod), key }
-    }));
-    found.sort_by(|one, other| one.name.cmp(&other.name));
-    Ok(found)
+    let pods: Vec<Pod> = cluster.list("Pods", of_node).await?;
+    let mut vms = Source::Cluster(cluster.clone()).list().await?;
+    vms.retain(|vm| vm.node == node);
+    Ok(join(pods, vms, peers))
 }
 
-/// Whether the pod requests a VM, as the webhook writes it.
-fn wants_vm(spec: &PodSpec) -> bool {
-    let resources = spec.containers.iter().filter_map(|container| container.resources.as_ref());
-    resources.flat_map(|resources| resources.limits.iter().flatten()).any(|(name, _)| name == RESOURCE)
+/// Joins the pods of a node with its VMs. A pod with several VMs is found once.
+fn join(pods: Vec<Pod>, vms: Vec<Vm>, peers: &Peers) -> Vec<Found> {
+    let mut found: BTreeMap<String, Found> = BTreeMap::new();
+    for pod in pods.iter().filter(|pod| peers.have(pod) && !has_ended(pod)) {
+        let (key, name) = (pod.uid().unwrap_or_default(), name_of(pod));
+        found.insert(key.clone(), Found { name, vm: None, pod: Some(pod.clone()), key });
+    }
+    for vm in vms {
+        let uid = vm.fact("uid");
+        // A PeerPod without an owner has the name of its pod.
+        let is_its = |pod: &&Pod| match uid.as_str() {
+            "" => name_of(pod) == vm.pod && peers.have(pod),
+            uid => pod.metadata.uid.as_deref() == Some(uid),
+        };
+        let pod = pods.iter().find(is_its);
+        let uid = pod.and_then(ResourceExt::uid).unwrap_or(uid);
+        let key = if uid.is_empty() { vm.pod.clone() } else { uid };
+        let new = || Found { name: vm.pod, vm: None, pod: pod.cloned(), key: key.clone() };
+        let one = found.entry(key.clone()).or_insert_with(new);
+        let all: Vec<String> = one.vm.take().into_iter().chain(vm.vm).collect();
+        one.vm = Some(all.join(", ")).filter(|all| !all.is_empty());
+    }
+    let mut found: Vec<Found> = found.into_values().collect();
+    found.sort_by(|one, other| one.name.cmp(&other.name));
+    found
+}
+
+/// Returns the pod as namespace/name.
+fn name_of(pod: &Pod) -> String {
+    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
 fn has_ended(pod: &Pod) -> bool {
@@ -94,7 +159,7 @@ pub(super) fn kept(pod: &Pod, force: bool, delete_emptydir_data: bool) -> Option
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, from_value, json};
+    use serde_json::{from_value, json};
 
     use super::*;
 
@@ -130,11 +195,60 @@ mod tests {
         let found =
             |pod: Pod| Found { name: "a/b".to_owned(), vm: None, pod: Some(pod), key: "u".to_owned() };
         let mut one = pod(owned("ReplicaSet"), json!([]));
-        assert!(found(one.clone()).evictable().is_some() && wants_vm(one.spec.as_ref().unwrap()));
+        assert!(found(one.clone()).evictable().is_some());
         one.status = Some(from_value(json!({"phase": "Succeeded"})).unwrap());
         assert!(found(one.clone()).evictable().is_none());
         one.status = None;
         one.metadata.deletion_timestamp = Some(from_value(json!("2026-01-01T00:00:00Z")).unwrap());
         assert!(found(one).evictable().is_none());
+    }
+
+    #[test]
+    fn the_marks_of_peer_pods_are_those_of_the_configuration() {
+        let mut peers = Peers { classes: vec![CLASS.to_owned()], resources: vec![RESOURCE.to_owned()] };
+        let has = |peers: &Peers, spec: Value| peers.have(&from_value(json!({"spec": spec})).unwrap());
+        let limited =
+            |name: &str| json!({"containers": [{"name": "c", "resources": {"limits": {name: "1"}}}]});
+        let of_class = |name: &str| json!({"containers": [], "runtimeClassName": name});
+        assert!(has(&peers, limited(RESOURCE)) && has(&peers, of_class(CLASS)));
+        assert!(!has(&peers, limited("a.b/vm")) && !has(&peers, of_class("other")));
+        peers.add(
+            &json!({"cluster": {"extended-resource": "a.b/vm"}, "webhook": {"runtime-classes": ["other"]}}),
+        );
+        assert!(has(&peers, limited("a.b/vm")) && has(&peers, of_class("other")));
+        assert!(!has(&peers, json!({"containers": []})));
+    }
+
+    #[test]
+    fn a_pod_with_several_vms_is_found_once_and_one_without_an_owner_by_its_name() {
+        let peers = Peers { classes: Vec::new(), resources: vec![RESOURCE.to_owned()] };
+        let of =
+            |name: &str| pod(json!({"namespace": "n", "name": name, "uid": format!("u-{name}")}), json!([]));
+        let vm = |pod: &str, vm: &str, uid: &str| Vm {
+            pod: pod.to_owned(),
+            vm: Some(vm.to_owned()),
+            facts: BTreeMap::from([("uid", uid.to_owned())]),
+            ..Vm::default()
+        };
+        let vms = vec![
+            vm("n/a", "vm-1", "u-a"),
+            vm("n/a", "vm-2", "u-a"),
+            vm("n/b", "vm-3", ""),
+            vm("n/gone", "vm-4", ""),
+        ];
+        let found = join(vec![of("a"), of("b"), of("c")], vms, &peers);
+        let shown: Vec<_> = found
+            .iter()
+            .map(|one| (&*one.name, one.vm.as_deref(), &*one.key, one.evictable().is_some()))
+            .collect();
+        assert_eq!(
+            shown,
+            [
+                ("n/a", Some("vm-1, vm-2"), "u-a", true),
+                ("n/b", Some("vm-3"), "u-b", true),
+                ("n/c", None, "u-c", true),
+                ("n/gone", Some("vm-4"), "n/gone", false),
+            ]
+        );
     }
 }

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
 use kube::api::{ApiResource, ListParams, LogParams};
 use kube::core::DynamicObject;
-use kube::{Api, Client, Resource};
+use kube::{Api, Client, Resource, ResourceExt};
 use peerpod_kube::client::{Error, within};
 use peerpod_kube::crds::PeerPod;
 use serde::de::DeserializeOwned;
@@ -18,6 +19,9 @@ const LOG: i64 = 16 << 20;
 const LOG_LINES: i64 = 50_000;
 /// Label that the chart gives to the pods of Peerpod itself.
 const OURS: &str = "app.kubernetes.io/name=peerpod";
+/// Label of the component, and its value for `peerpod-node`. Its container has that name, too.
+pub(super) const COMPONENT: &str = "app.kubernetes.io/component";
+pub(super) const NODE: &str = "node";
 /// Extended resource of a node's VMs, by the default of `cluster.extended-resource`.
 pub(crate) const RESOURCE: &str = "kata.peerpods.io/vm";
 
@@ -77,6 +81,20 @@ impl Cluster {
         K: Resource<DynamicType = ()> + Clone + DeserializeOwned + std::fmt::Debug,
     {
         self.list(what, ListParams::default().labels(OURS)).await
+    }
+
+    /// Lists the service accounts of `peerpod-node` as (namespace, name), by the chart's ClusterRoleBindings. Only an
+    /// administrator makes those, and the labels of other objects may be a tenant's.
+    ///
+    /// # Errors
+    /// The API server refused or did not answer.
+    pub(crate) async fn accounts(&self) -> Result<Vec<(String, String)>, Error> {
+        let bindings: Vec<ClusterRoleBinding> = self.ours("ClusterRoleBindings").await?;
+        let bindings =
+            bindings.into_iter().filter(|one| one.labels().get(COMPONENT).is_some_and(|of| of == NODE));
+        let subjects = bindings.flat_map(|binding| binding.subjects.unwrap_or_default());
+        let accounts = subjects.filter(|subject| subject.kind == "ServiceAccount");
+        Ok(accounts.filter_map(|account| Some((account.namespace?, account.name))).collect())
     }
 
     /// Lists the Events on an object of this name, the oldest first.
