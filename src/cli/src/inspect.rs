@@ -7,18 +7,22 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
+use futures_util::{StreamExt as _, stream};
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
 use peerpod_node::admin::Orphan;
 use serde::Serialize;
 use tokio::time::sleep;
 
 use crate::output::{Colour, Format, Output, Table, paint, safe};
-use crate::source::{Cluster, Source, SourceArgs, Vm, since};
+use crate::source::{Cluster, NO_DAEMON, Source, SourceArgs, Vm, since};
 
 /// Interval of the questions of `list --watch`.
 const WATCH: Duration = Duration::from_secs(2);
 /// Lines of the console that `describe` shows.
 const LAST_LINES: usize = 10;
+/// Nodes that are asked at the same time, each by a process of kubectl.
+const AT_ONCE: usize = 16;
 /// Width of the waterfall, in characters.
 const WIDTH: u64 = 40;
 
@@ -260,11 +264,10 @@ async fn console_of(source: &Source, vm: &Vm) -> anyhow::Result<String> {
         Source::Cluster(cluster) => cluster,
     };
     let daemons = cluster.node_daemons().await?;
-    let Some(pod) = daemons.get(&vm.node) else {
-        bail!(
-            "ask node {} for the console: it has no ready pod of peerpod-node; see `peerpod status`",
-            vm.node
-        );
+    let pod = match daemons.get(&vm.node) {
+        Some(Ok(pod)) => pod,
+        Some(Err(why)) => bail!("ask node {} for the console: {why}", vm.node),
+        None => bail!("ask node {} for the console: {NO_DAEMON}", vm.node),
     };
     cluster.ask_daemon(pod, &["console", &vm.sandbox]).await
 }
@@ -315,16 +318,23 @@ pub(crate) async fn orphans(args: Orphans) -> anyhow::Result<ExitCode> {
 
 /// Asks each node of the cluster. Returns the VMs, and the number of nodes that gave no answer.
 async fn orphans_of_nodes(cluster: &Cluster) -> anyhow::Result<(Vec<OrphanRow>, usize)> {
-    let (mut found, mut silent) = (Vec::new(), 0);
-    let daemons = cluster.node_daemons().await?;
-    if daemons.is_empty() {
-        bail!("no pod of peerpod-node is ready, so no node can list its VMs; see `peerpod status`");
+    let mut daemons = cluster.node_daemons().await?;
+    let vms = Source::Cluster(cluster.clone()).list().await?;
+    for node in vms.into_iter().map(|vm| vm.node).filter(|node| !node.is_empty()) {
+        daemons.entry(node).or_insert_with(|| Err(NO_DAEMON.to_owned()));
     }
-    let asked = futures_util::future::join_all(daemons.iter().map(async |(node, pod)| {
-        let text = cluster.ask_daemon(pod, &["orphans", "-o", "json"]).await;
-        (node, text.and_then(|text| Ok(serde_json::from_str::<Vec<Orphan>>(&text)?)))
-    }));
-    for (node, answer) in asked.await {
+    if daemons.is_empty() {
+        bail!("no node has a pod of peerpod-node, so no node can list its VMs; see `peerpod status`");
+    }
+    let asked = stream::iter(daemons).map(async |(node, pod)| {
+        let answer = orphans_of(cluster, pod).await;
+        (node, answer)
+    });
+    let mut answers: Vec<(String, anyhow::Result<Vec<Orphan>>)> =
+        asked.buffer_unordered(AT_ONCE).collect().await;
+    answers.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let (mut found, mut silent) = (Vec::new(), 0);
+    for (node, answer) in answers {
         match answer {
             Ok(orphans) => {
                 found
@@ -338,6 +348,11 @@ async fn orphans_of_nodes(cluster: &Cluster) -> anyhow::Result<(Vec<OrphanRow>, 
         }
     }
     Ok((found, silent))
+}
+
+async fn orphans_of(cluster: &Cluster, pod: Result<Pod, String>) -> anyhow::Result<Vec<Orphan>> {
+    let pod = pod.map_err(anyhow::Error::msg)?;
+    Ok(serde_json::from_str(&cluster.ask_daemon(&pod, &["orphans", "-o", "json"]).await?)?)
 }
 
 fn orphan_table(found: &[OrphanRow]) -> String {

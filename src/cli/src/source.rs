@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 
 pub(crate) use cluster::{Cluster, RESOURCE};
+pub(crate) use kubectl::NO_DAEMON;
 pub(crate) use node::{Node, http};
 pub(crate) use vm::{Vm, since};
 

@@ -14,14 +14,15 @@ use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
 use super::Cluster;
+use super::cluster::{COMPONENT, NODE};
 use crate::run;
 
 /// Time limit of a program in a pod. On a node the console and the list of VMs wait for the provider.
 const EXEC: Duration = Duration::from_secs(90);
 /// Time limit until kubectl listens.
 const LISTENS: Duration = Duration::from_secs(30);
-/// Label and container of `peerpod-node`, as the chart has them.
-const NODE: &str = "node";
+/// Reason why a node cannot be asked.
+pub(crate) const NO_DAEMON: &str = "it has no running pod of peerpod-node; see `peerpod status`";
 /// Path of this program in the container image.
 const PEERPOD: &str = "/usr/bin/peerpod";
 
@@ -52,17 +53,14 @@ impl Cluster {
         output.with_context(|| format!("run {} in pod {namespace}/{pod}", program.join(" ")))
     }
 
-    /// Returns the ready pods of `peerpod-node`, by their node.
+    /// Returns the running pod of `peerpod-node` of each node that has one of its pods, or else the reason why none can
+    /// be asked.
     ///
     /// # Errors
     /// The API server refuses or is away.
-    pub(crate) async fn node_daemons(&self) -> anyhow::Result<BTreeMap<String, Pod>> {
-        let pods = self.ours::<Pod>("Pods").await?.into_iter().filter(|pod| {
-            let component = pod.labels().get("app.kubernetes.io/component");
-            component.is_some_and(|component| component == NODE) && is_ready(pod)
-        });
-        let by_node = pods.filter_map(|pod| Some((pod.spec.as_ref()?.node_name.clone()?, pod)));
-        Ok(by_node.collect())
+    pub(crate) async fn node_daemons(&self) -> anyhow::Result<BTreeMap<String, Result<Pod, String>>> {
+        let accounts = self.accounts().await?;
+        Ok(by_node(self.ours("Pods").await?, &accounts))
     }
 
     /// Returns the output of `peerpod` with these words in a pod of `peerpod-node`, by the node's admin socket.
@@ -114,9 +112,44 @@ fn listens(line: &str) -> Option<u16> {
     line.split_once(" -> ")?.0.rsplit_once(':')?.1.parse().ok()
 }
 
-fn is_ready(pod: &Pod) -> bool {
-    let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_ref());
-    conditions.into_iter().flatten().any(|one| one.type_ == "Ready" && one.status == "True")
+/// Finds the pods of DaemonSets with an account of `peerpod-node`: everyone may make pods with the same labels. A pod
+/// that is not ready answers, too.
+fn by_node(pods: Vec<Pod>, accounts: &[(String, String)]) -> BTreeMap<String, Result<Pod, String>> {
+    let mut found: BTreeMap<String, Vec<Pod>> = BTreeMap::new();
+    for pod in pods {
+        let spec = pod.spec.as_ref();
+        let account = (
+            pod.namespace().unwrap_or_default(),
+            spec.and_then(|spec| spec.service_account_name.clone()).unwrap_or_default(),
+        );
+        let owned =
+            pod.owner_references().iter().any(|one| one.kind == "DaemonSet" && one.controller == Some(true));
+        let is_node = pod.labels().get(COMPONENT).is_some_and(|component| component == NODE);
+        let Some(node) = spec.and_then(|spec| spec.node_name.clone()) else { continue };
+        if !(is_node && owned && accounts.contains(&account)) {
+            continue;
+        }
+        let running = found.entry(node).or_default();
+        if is_running(&pod) {
+            running.push(pod);
+        }
+    }
+    let the_one = |mut running: Vec<Pod>| match (running.pop(), running.pop()) {
+        (Some(pod), None) => Ok(pod),
+        (Some(one), Some(other)) => Err(format!(
+            "pods {} and {} of peerpod-node run there; see `kubectl get daemonsets`",
+            one.name_any(),
+            other.name_any()
+        )),
+        (None, _) => Err(NO_DAEMON.to_owned()),
+    };
+    found.into_iter().map(|(node, running)| (node, the_one(running))).collect()
+}
+
+/// Whether the pod runs and is not ending.
+fn is_running(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    phase == Some("Running") && pod.metadata.deletion_timestamp.is_none()
 }
 
 /// Folder of the sockets in the container of `peerpod-node`: the chart's `paths.run`.
@@ -143,6 +176,44 @@ mod tests {
         };
         assert_eq!(run_dir(&pod(json!([{"name": "run", "mountPath": "/var/run/pp"}]))), "/var/run/pp");
         assert_eq!(run_dir(&pod(json!([]))), "/run/peerpod");
+    }
+
+    #[test]
+    fn only_one_running_pod_with_the_account_of_the_node_is_asked() {
+        let accounts = [("home".to_owned(), "pp-node".to_owned())];
+        let pod = |name: &str, change: fn(&mut serde_json::Value)| {
+            let mut pod = json!({
+                "metadata": {"namespace": "home", "name": name, "labels": {COMPONENT: NODE}, "ownerReferences": [
+                    {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "u", "controller": true}]},
+                "spec": {"nodeName": "n", "serviceAccountName": "pp-node", "containers": []},
+                "status": {"phase": "Running"}});
+            change(&mut pod);
+            from_value::<Pod>(pod).unwrap()
+        };
+        let asked =
+            |pods: &[&Pod]| by_node(pods.iter().map(|&pod| pod.clone()).collect(), &accounts).remove("n");
+        let good = pod("good", |_| ());
+        for foreign in [
+            pod("a", |pod| pod["metadata"]["namespace"] = "tenant".into()),
+            pod("b", |pod| pod["spec"]["serviceAccountName"] = "default".into()),
+            pod("c", |pod| pod["metadata"]["ownerReferences"][0]["kind"] = "ReplicaSet".into()),
+            pod("d", |pod| pod["metadata"]["labels"][COMPONENT] = "relay".into()),
+        ] {
+            assert!(asked(&[&foreign]).is_none(), "{foreign:?}");
+            assert_eq!(asked(&[&foreign, &good, &foreign]).unwrap().unwrap().name_any(), "good");
+        }
+        for silent in [
+            pod("e", |pod| pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into()),
+            pod("f", |pod| pod["status"]["phase"] = "Pending".into()),
+        ] {
+            assert_eq!(asked(&[&silent]).unwrap().unwrap_err(), NO_DAEMON);
+            assert_eq!(asked(&[&silent, &good, &silent]).unwrap().unwrap().name_any(), "good");
+        }
+        let other = pod("other", |_| ());
+        for pods in [&[&good, &other][..], &[&good, &other, &good]] {
+            let why = asked(pods).unwrap().unwrap_err();
+            assert!(why.contains("of peerpod-node run there"), "{why}");
+        }
     }
 
     #[test]
