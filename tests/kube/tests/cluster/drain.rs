@@ -12,7 +12,7 @@ use peerpod_test_kube::{program, wait_for};
 use peerpod_test_reference::capture;
 use serde_json::{Value, from_value, json};
 
-use super::controller_world::{LIMIT, World};
+use super::controller_world::{HOME, LIMIT, World};
 
 const NS: &str = "drained";
 const NODE: &str = "drain-1";
@@ -50,16 +50,14 @@ fn command(world: &World, words: &[&str]) -> Command {
     command
 }
 
+fn owner_of_pods(set: &ReplicaSet) -> Value {
+    json!({"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": set.name_any(), "uid": set.uid(), "controller": true})
+}
+
 /// Makes a pod of a set with a VM of the node, or without a VM.
 async fn pod(world: &World, name: &str, node: &str, owner: Option<&ReplicaSet>, has_vm: bool) -> Pod {
     let pods: Api<Pod> = Api::namespaced(world.client.clone(), NS);
-    let owners: Vec<Value> = owner
-        .iter()
-        .map(|set| {
-            json!({"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": set.name_any(), "uid": set.uid(),
-                "controller": true})
-        })
-        .collect();
+    let owners: Vec<Value> = owner.into_iter().map(owner_of_pods).collect();
     let pod = json!({"metadata": {"name": name, "labels": {"app": name}, "ownerReferences": owners},
         "spec": {"nodeName": node, "containers": [{"name": "c", "image": "x"}]}});
     pods.create(&PostParams::default(), &from_value(pod).unwrap()).await.unwrap();
@@ -72,6 +70,31 @@ async fn pod(world: &World, name: &str, node: &str, owner: Option<&ReplicaSet>, 
         world.peerpod(NS, name, spec, Some(&pod)).await;
     }
     pod
+}
+
+/// Makes a pod of another RuntimeClass, which the configuration names, before its PeerPod.
+fn without_a_peerpod(world: &World, set: &ReplicaSet) {
+    let apply = |object: Value| {
+        let file = world.cluster.folder().join("early.json");
+        std::fs::write(&file, object.to_string()).unwrap();
+        world.cluster.kubectl(&["create", "-f", file.to_str().unwrap()]).unwrap();
+    };
+    let ours = json!({"app.kubernetes.io/name": "peerpod", "app.kubernetes.io/component": "node"});
+    apply(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+        "metadata": {"name": "drain-node", "labels": ours},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
+        "subjects": [{"kind": "ServiceAccount", "namespace": HOME, "name": "peerpod-node"}]}));
+    apply(
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "d", "namespace": HOME, "labels": ours},
+        "data": {"peerpod.yaml": "webhook: {runtime-classes: [drain-class]}"}}),
+    );
+    apply(
+        json!({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "drain-class"},
+        "handler": "kata-remote"}),
+    );
+    apply(json!({"apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "early", "namespace": NS, "ownerReferences": [owner_of_pods(set)]},
+        "spec": {"nodeName": NODE, "runtimeClassName": "drain-class", "containers": [{"name": "c", "image": "x"}]}}));
 }
 
 async fn unschedulable(world: &World) -> bool {
@@ -125,6 +148,7 @@ pub(super) async fn drains(world: &World) {
         "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "web"}}}});
     budgets.create(&PostParams::default(), &from_value(budget).unwrap()).await.unwrap();
     permit(world, 0).await;
+    without_a_peerpod(world, &set);
 
     // A pod that nothing would start again keeps everything as it is.
     let kept = drain(world, &[]);
@@ -139,7 +163,10 @@ pub(super) async fn drains(world: &World) {
     assert!(state == "blocked" && cause.contains("disruption budget"), "{state}: {cause}");
     assert_eq!(blocked.of("bare").0, "ending");
     assert!(blocked.errors.contains("it stays cordoned") && unschedulable(world).await);
-    end(world, "bare").await;
+    assert_eq!(blocked.of("early").0, "ending");
+    for name in ["bare", "early"] {
+        end(world, name).await;
+    }
 
     permit(world, 1).await;
     let mut going = command(world, &["--force"]);

@@ -3,15 +3,17 @@
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use flate2::read::GzDecoder;
 use k8s_openapi::api::apps::v1::{ControllerRevision, DaemonSet};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Namespace, Node, Pod, Secret};
+use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
-use kube::{Api, ResourceExt};
+use kube::{Api, Resource as _, ResourceExt};
 use peerpod_kube::heartbeat;
 use peerpod_test_kube::{program, wait_for};
 use peerpod_test_reference::capture;
@@ -23,15 +25,20 @@ use super::controller_world::{HOME, LIMIT, World};
 const CANARY: &str = "c4n4ry-5ecret";
 const NS: &str = "front";
 
-/// Runs the command line with all rights. Returns its exit code and output; errors are part of the output.
-fn run(world: &World, words: &[&str]) -> (Option<i32>, String) {
+/// The command line with all rights.
+fn command(world: &World, words: &[&str]) -> Command {
     let mut command = Command::new(program("peerpod").unwrap());
     command.args(words).current_dir(world.cluster.folder());
     command.arg("--kubeconfig").arg(world.cluster.folder().join("admin.kubeconfig"));
     // Its folder has a kubectl, see `kubectl`.
     let path = std::env::var("PATH").unwrap_or_default();
     command.env("PATH", format!("{}:{path}", world.cluster.folder().join("bin").display()));
-    let output = command.output().unwrap();
+    command
+}
+
+/// Runs the command line. Returns its exit code and output; errors are part of the output.
+fn run(world: &World, words: &[&str]) -> (Option<i32>, String) {
+    let output = command(world, words).output().unwrap();
     let text =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(!text.contains(CANARY), "{words:?}: {text}");
@@ -96,6 +103,7 @@ pub(super) async fn shows(world: &World) {
     asks_the_node(world).await;
     assert!(ok(world, &["version"]).contains("container node: v9.9.9: another version"));
     dump(world);
+    cleans_up_without_a_terminal(world).await;
 
     // A lapsed heartbeat is a fault.
     world.beat("front-1", Duration::from_secs(600), 40).await;
@@ -111,12 +119,26 @@ pub(super) async fn shows(world: &World) {
 /// Asks the node by its pod for the console and for VMs without a record.
 async fn asks_the_node(world: &World) {
     let (code, text) = run(world, &["console", "web"]);
-    assert!(code == Some(1) && text.contains("node front-1 for the console: it has no ready pod"), "{text}");
+    assert!(
+        code == Some(1) && text.contains("node front-1 for the console: it has no running pod"),
+        "{text}"
+    );
     let (code, text) = run(world, &["orphans"]);
-    assert!(code == Some(1) && text.contains("no pod of peerpod-node is ready"), "{text}");
+    assert!(code == Some(1) && text.contains("node front-1: it has no running pod"), "{text}");
     let pods: Api<Pod> = Api::namespaced(world.client.clone(), NS);
-    let ready = json!({"status": {"conditions": [{"type": "Ready", "status": "True"}]}});
-    pods.patch_status("peerpod-node-x", &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
+    // It is not ready, and answers.
+    let running = Patch::Merge(json!({"status": {"phase": "Running"}}));
+    pods.patch_status("peerpod-node-x", &PatchParams::default(), &running).await.unwrap();
+    // A tenant's pod with the same labels.
+    let tenant: Api<Pod> = Api::namespaced(world.client.clone(), "default");
+    let mut imitation = pods.get("peerpod-node-x").await.unwrap();
+    imitation.metadata = ObjectMeta {
+        name: imitation.metadata.name,
+        labels: imitation.metadata.labels,
+        ..ObjectMeta::default()
+    };
+    tenant.create(&PostParams::default(), &imitation).await.unwrap();
+    tenant.patch_status("peerpod-node-x", &PatchParams::default(), &running).await.unwrap();
     kubectl(world);
     assert_eq!(ok(world, &["console", "web"]), "the kernel's line\n");
     let described = ok(world, &["describe", "web"]);
@@ -127,7 +149,8 @@ async fn asks_the_node(world: &World) {
     assert!(table.starts_with("NODE ") && table.contains("front-1  vm-lost"), "{table}");
     fs::remove_dir_all(world.cluster.folder().join("bin")).unwrap();
     let (code, text) = run(world, &["console", "web"]);
-    assert!(code == Some(1) && text.contains("/peerpod-node-x: "), "{text}");
+    assert!(code == Some(1) && text.contains(&format!("{NS}/peerpod-node-x: ")), "{text}");
+    world.delete_pod("default", "peerpod-node-x").await;
 }
 
 /// Makes a kubectl that answers like a node for the commands of the command line alone: no kubelet runs here. The part
@@ -177,7 +200,10 @@ async fn objects(world: &World) {
         .unwrap()
     };
     let ours = json!({"app.kubernetes.io/name": "peerpod", "app.kubernetes.io/component": "node"});
-    pods.create(&post, &pod("peerpod-node-x", "r.example/peerpod:v9.9.9", ours)).await.unwrap();
+    let mut daemon = pod("peerpod-node-x", "r.example/peerpod:v9.9.9", ours.clone());
+    daemon.metadata.owner_references = Some(vec![daemon_set(world, &ours).await]);
+    daemon.spec.as_mut().unwrap().service_account_name = Some("peerpod-node".to_owned());
+    pods.create(&post, &daemon).await.unwrap();
     for name in ["web", "broken"] {
         let pod = pods.create(&post, &pod(name, "x", json!({}))).await.unwrap();
         let spec = json!({"cloudProvider": "external", "instanceID": format!("vm-{name}"),
@@ -190,6 +216,52 @@ async fn objects(world: &World) {
     maps.create(&post, &from_value(map).unwrap()).await.unwrap();
     relay(world).await;
     states(world).await;
+}
+
+/// Makes the DaemonSet of `peerpod-node` and the binding of its account. Returns the owner of its pods.
+async fn daemon_set(world: &World, ours: &Value) -> OwnerReference {
+    let post = PostParams::default();
+    let bindings: Api<ClusterRoleBinding> = Api::all(world.client.clone());
+    let binding = json!({"metadata": {"name": "front-node", "labels": ours},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
+        "subjects": [{"kind": "ServiceAccount", "namespace": NS, "name": "peerpod-node"}]});
+    bindings.create(&post, &from_value(binding).unwrap()).await.unwrap();
+    let sets: Api<DaemonSet> = Api::namespaced(world.client.clone(), NS);
+    let set = json!({"metadata": {"name": "peerpod-node"}, "spec": {"selector": {"matchLabels": ours},
+        "template": {"metadata": {"labels": ours}, "spec": {"containers": [{"name": "node", "image": "x"}]}}}});
+    let set = sets.create(&post, &from_value(set).unwrap()).await.unwrap();
+    set.controller_owner_ref(&()).unwrap()
+}
+
+/// Ends `peerpod test` like a terminal that closes: no line of it can be written, and its namespace is still deleted.
+async fn cleans_up_without_a_terminal(world: &World) {
+    let nodes: Api<Node> = Api::all(world.client.clone());
+    let ready = json!({"status": {"conditions": [{"type": "PeerPodsReady", "status": "True"}]}});
+    nodes.patch_status("front-1", &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut child = command(world, &["test"]).stdout(Stdio::null()).stderr(writer).spawn().unwrap();
+    let namespaces: Api<Namespace> = Api::all(world.client.clone());
+    let made = async || {
+        let all = namespaces.list(&ListParams::default()).await?;
+        anyhow::Ok(all.items.into_iter().find(|one| one.name_any().starts_with("peerpod-test-")))
+    };
+    let name = wait_for("the namespace", LIMIT, made).await.unwrap().name_any();
+    assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    let mut ending = wait_for("the removal of the namespace", LIMIT, async || {
+        let found = made().await?;
+        Ok(found.filter(|one| one.metadata.deletion_timestamp.is_some()))
+    })
+    .await
+    .unwrap();
+    // No controller of namespaces runs here.
+    ending.spec.get_or_insert_default().finalizers = Some(Vec::new());
+    let file = world.cluster.folder().join("namespace.json");
+    fs::write(&file, serde_json::to_string(&ending).unwrap()).unwrap();
+    let path = format!("/api/v1/namespaces/{name}/finalize");
+    world.cluster.kubectl(&["replace", "--raw", &path, "-f", file.to_str().unwrap()]).unwrap();
+    let ended = wait_for("the end of peerpod test", LIMIT, async || Ok(child.try_wait()?)).await.unwrap();
+    assert_eq!(ended.code(), Some(130));
 }
 
 /// Makes a relay's DaemonSet with two revisions, and its pod of the first one.
