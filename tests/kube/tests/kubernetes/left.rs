@@ -34,7 +34,9 @@ impl Listing {
         node.kubectl(&["wait", phase, "pod/first", "--timeout=180s"])?;
         node.kubectl(&["delete", "pod", "first", "--timeout=180s"])?;
         // The listing counts when nothing of the pod is left.
-        let is_of_pod = |line: &&String| line.starts_with("network namespace") && line.contains("/cni-");
+        let is_of_pod = |line: &&String| {
+            (line.starts_with("network namespace") && line.contains("/cni-")) || line.contains("_first_")
+        };
         let (mut before, mut changing) = (list(node)?, String::new());
         let settled = eventually_blocking("nothing of the first pod is left", PATIENCE, || {
             std::thread::sleep(PAUSE);

@@ -22,7 +22,8 @@ losetup -l -n -O BACK-FILE | sed -n "s|^$1|loop device &|p"
 find /etc /opt /run /var/lib /var/log /srv /usr/local /usr/libexec -xdev \
     \( -path /var/lib/peerpod -o -path /run/lib -o -path /run/log -o -path /run/containerd \
     -o -path /run/vc -o -path /run/kata-containers \) -prune -o -printf 'file %p\n' 2>/dev/null || true
-# /var/lib/kubelet and the folders of the node's programs are file systems or folders of their own.
+# /var/lib/kubelet and the folders of the node's programs are file systems or folders of their own. The tests' clock is in
+# memory, which a reboot empties.
 for folder in /run/containerd /var/lib/kubelet "$1"/{kubelet,run,cni,ipam,plugins}; do
-    [ ! -d "$folder" ] || find "$folder" -xdev -path /run/containerd/s -prune -o -printf 'file %p\n' 2>/dev/null || true
+    [ ! -d "$folder" ] || find "$folder" -xdev \( -path /run/containerd/s -o -path "$1/run/clock" \) -prune -o -printf 'file %p\n' 2>/dev/null || true
 done
