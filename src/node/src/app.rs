@@ -87,11 +87,11 @@ async fn read_state(
     state_dir: &Path,
     metrics: &Metrics,
     starting: &BlockReady,
-    (cluster, shutdown): (Option<&Cluster>, &Shutdown),
+    cluster: Option<&Cluster>,
 ) -> Result<(Ledger, Inbox, Kept)> {
     let ledger = Ledger::open(state_dir)?;
     // The ledger holds the lock: a write in progress at exit keeps the successor out until it completes.
-    let ledger = ledger.guarded_by(lock(state_dir, starting, shutdown).await?);
+    let ledger = ledger.guarded_by(lock(state_dir, starting).await?);
     cluster.iter().for_each(|cluster| cluster.is_alone());
     // The inbox comes first: the relay has already answered the stops in it.
     let inbox = Inbox::open(state_dir)?;
@@ -123,11 +123,12 @@ pub async fn build(
     let mut tasks = Tasks::new();
     let cluster = open_cluster(&config, &metrics, &ready, &mut tasks).await?;
     let built = tokio::select! {
-        built = serve(config, provider, shutdown, cluster.clone(), (registry, metrics, ready, starting, tasks)) => {
-            built.map(Some)
-        }
+        biased;
         // Unfinished work is recorded in the ledger.
         () = shutdown.wait() => Ok(None),
+        built = serve(config, provider, cluster.clone(), (registry, metrics, ready, starting, tasks)) => {
+            built.map(Some)
+        }
     };
     if let (Err(_) | Ok(None), Some(cluster)) = (&built, cluster) {
         cluster.unclaim().await;
@@ -138,15 +139,13 @@ pub async fn build(
 async fn serve(
     config: NodeConfig,
     provider: peerpod_providers::Settings,
-    shutdown: &Shutdown,
     cluster: Option<Cluster>,
     (mut registry, metrics, ready, starting, mut tasks): (Registry, Metrics, Ready, BlockReady, Tasks),
 ) -> Result<BoundNode> {
     // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
     files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
-    let (ledger, inbox, kept) =
-        read_state(&config.state_dir, &metrics, &starting, (cluster.as_ref(), shutdown)).await?;
+    let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, cluster.as_ref()).await?;
 
     let (admin, may_have_vms) = ((config.admin_listen, &ready), kept.may_have_vms());
     let installation = installation::find(&config.state_dir, may_have_vms, cluster.as_ref(), admin).await?;
@@ -497,7 +496,7 @@ fn look_after(tasks: &mut Tasks, sandboxes: &Sandboxes, inbox: &Inbox, metrics: 
 }
 
 /// Locks the state directory for one node. Waits for an older node that is exiting.
-async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> Result<Flock<File>> {
+async fn lock(state_dir: &Path, starting: &BlockReady) -> Result<Flock<File>> {
     // Locks the folder of records itself: no file is open for writing, and the lock goes with the folder.
     let path = state_dir.join("sandboxes");
     let mut said = false;
@@ -513,13 +512,7 @@ async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> R
             starting.because("another peerpod-node uses the state directory");
             said = true;
         }
-        tokio::select! {
-            () = shutdown.wait() => bail!(
-                "stopped while another peerpod-node still used the state directory {}",
-                state_dir.display()
-            ),
-            () = tokio::time::sleep(Duration::from_millis(50)) => {}
-        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
