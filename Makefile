@@ -106,7 +106,9 @@ demo:
 	$(CARGO) build --locked $(DEMO) --bins
 	$(TARGET)/debug/peerpod-demo
 
-# Tests that boot VMs or build their images. They mostly wait, so `make test` runs them beside the others.
+# Tests that boot VMs or build their images, and those of slow clouds. They mostly wait, so `make test` runs both lists
+# beside the others.
+SLOW_CLOUDS := --test powervs --test vsphere $(if $(CLOUDS),--test byom)
 MACHINES := --test build --test guest --test libvirt --test machines
 
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
@@ -114,12 +116,14 @@ MACHINES := --test build --test guest --test libvirt --test machines
 # The images before the tests that boot them.
 test: test-bins
 	@$(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) >$(TARGET)/test-machines.log 2>&1 & machines=$$!; \
+	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(SLOW_CLOUDS) >$(TARGET)/test-clouds.log 2>&1 & clouds=$$!; \
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH); others=$$?; \
-	wait $$machines || others=1; cat $(TARGET)/test-machines.log; exit $$others
+	wait $$machines || others=1; wait $$clouds || others=1; \
+	cat $(TARGET)/test-machines.log $(TARGET)/test-clouds.log; exit $$others
 
 test-bins: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
-	$(CARGO) build --locked --workspace $(WITH) $(MACHINES)
+	$(CARGO) build --locked --workspace $(WITH) $(MACHINES) $(SLOW_CLOUDS)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.
@@ -161,7 +165,7 @@ test-long: setup image
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) --test cluster --test csi --test kubernetes
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) $(SLOW_CLOUDS) --test cluster --test csi --test kubernetes
 	FUZZ_WITH="$(WITH)" fuzz/run $(FUZZ_SECONDS)
 	scripts/documented-commands --at-most 20
 
@@ -205,7 +209,7 @@ bench: image
 lint: setup
 	$(CARGO) fmt --all --check
 	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings)
-	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) --test cluster --test csi $(WITH) -- -D warnings)
+	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) $(SLOW_CLOUDS) --test cluster --test csi $(WITH) -- -D warnings)
 	$(CARGO) check --locked --workspace
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(if $(LINTED),,$(WITH)) --no-deps --document-private-items
 	scripts/deny
