@@ -26,7 +26,8 @@ pub fn section(page: &str, name: &str, text: &str) -> Result<(), String> {
 }
 
 /// Compares the section `name` of `docs/front-door.md` with the output of a command, or writes the output if
-/// `PEERPOD_TEST_UPDATE` is set. The page has the output of a real run. Two outputs are equal if [`shape`] is.
+/// `PEERPOD_TEST_UPDATE` is set. The page has the output of a real run. Two outputs are equal if `shape` gives the same
+/// text for both.
 ///
 /// # Errors
 /// As [`section`].
