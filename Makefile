@@ -19,7 +19,7 @@ ARCH := $(shell uname -m)
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA=PATH|VERSION: the Kata release that has agent and pause bundle; or KATA_AGENT=PATH and PAUSE_BUNDLE=DIR as files.
-# GUEST_COMPONENTS=DIR: what else the image gets of others.
+# GUEST_COMPONENTS=DIR: further programs of others for the image.
 # FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/vm-image/README.md.
 IMAGE_TARGET := x86_64-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image

@@ -7,7 +7,7 @@
 //! * `pool/` is the provider, with the feature `ssh`:
 //!   * `connect.rs` dials a machine whose host key is pinned, `files.rs` reads and writes its files by SFTP.
 //!   * `claim.rs` defines the files of a machine.
-//!   * `machine.rs` looks at a machine and remembers what it showed; `known.rs` is that memory.
+//!   * `machine.rs` looks at a machine; `known.rs` keeps the last look.
 //!   * `place.rs` chooses a free machine, `create.rs` claims it, `remove.rs` has it rebooted.
 //!   * `list.rs` lists the machines with claims of this owner, `events.rs` watches them, `metrics.rs` counts all.
 //!

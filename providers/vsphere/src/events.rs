@@ -112,7 +112,7 @@ impl Followed {
         if !changes.has_more
             && let Some(listed) = self.listed.take()
         {
-            // What the list lacks has gone while nobody waited.
+            // A VM that the list lacks has gone while no call waited.
             let gone: Vec<Moref> = self.vms.keys().filter(|moref| !listed.contains(moref)).cloned().collect();
             let gone = gone.into_iter().map(|moref| Change { moref, is_gone: true, name: None, is_on: None });
             ended.extend(gone.filter_map(|change| follow(&mut self.vms, prefix, change)));

@@ -1,5 +1,5 @@
-//! Checks that the vCenter has what the settings name, and that the account may see it. Returns all failures in one
-//! error. May call the look-ups of facts and lists. Makes nothing.
+//! Checks that the vCenter has the objects that the settings name, and that the account may see it. Returns all failures
+//! in one error. May call the look-ups of facts and lists. Makes nothing.
 
 use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;

@@ -120,7 +120,7 @@ pub(crate) fn localized(node: Node<'_, '_>) -> Said {
     said(child(node, "fault"), value(node, "localizedMessage").unwrap_or_default())
 }
 
-/// Returns code and message of a fault: its type, and the names of what it concerns.
+/// Returns code and message of a fault: its type, and the names of its objects.
 fn said(fault: Option<Node<'_, '_>>, message: &str) -> Said {
     let Some(fault) = fault else { return Said { code: "Fault".to_owned(), message: message.to_owned() } };
     let code = kind(fault).unwrap_or_else(|| {

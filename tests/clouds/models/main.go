@@ -1,4 +1,5 @@
-// Sends JSON through the models of Microsoft (Azure) and IBM (PowerVS) and back, and names what the models do not know.
+// Sends JSON through the models of Microsoft (Azure) and IBM (PowerVS) and back, and names the fields that the models do
+// not know.
 // Standard input has one {"type": …, "body": …} per line; standard output has one list of the differences per line.
 package main
 

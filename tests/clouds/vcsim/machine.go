@@ -18,7 +18,7 @@ import (
 	"github.com/vmware/govmomi/vim25/types"
 )
 
-// world is the simulator with what a test sets.
+// world is the simulator with the faults that a test sets.
 type world struct {
 	registry *simulator.Registry
 	client   *vim25.Client

@@ -79,7 +79,7 @@ impl Claim {
         }
     }
 
-    /// Reads a claim. A text that is none, or of another version, is the claim of somebody else: it has no marks.
+    /// Reads a claim. A text that is none, or of another version, is the claim of another owner: it has no marks.
     pub(crate) fn parse(text: &[u8]) -> Claim {
         let claim: Claim = serde_json::from_slice(text).unwrap_or_default();
         if claim.version == VERSION && is_boot_id(&claim.boot_id) { claim } else { Claim::default() }
@@ -90,7 +90,7 @@ impl Claim {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// Whether the claim was made for this boot. A claim of somebody else counts as such.
+    /// Whether the claim was made for this boot. A claim of another owner counts as such.
     pub(crate) fn is_of(&self, boot: &Boot) -> bool {
         self.boot_id.is_empty() || self.boot_id == boot.boot_id
     }

@@ -1,5 +1,5 @@
 //! Reports VMs that ended without a delete: their machine has rebooted. Looks at the machines with VMs of this owner,
-//! as long as somebody listens.
+//! as long as a caller listens.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -62,7 +62,7 @@ impl Pool {
         let Ok(id) = (VmId { machine, boot_id: claim.boot_id.clone() }).id() else { return };
         let reason = format!("machine {machine} has rebooted");
         tracing::warn!(%id, reason, "a VM has ended");
-        // Without a listener nobody wants to know.
+        // Without a listener no look is needed.
         drop(self.ended.send(ProviderEvent { id, kind: EventKind::Ended { reason } }));
     }
 }

@@ -98,7 +98,7 @@ impl Files {
         let linked = self.0.hardlink(path(aside), path(name)).await;
         match &linked {
             Ok(_) => {}
-            // SFTP has no code for a file that is there; the caller looks what it is.
+            // SFTP has no code for a file that is there; the caller reads it.
             Err(SftpError::Status(_)) if self.has(name).await? => {}
             Err(error) => return Err(fault(&format!("make {name}"), error)),
         }

@@ -1,4 +1,4 @@
-//! Remembers what a machine showed, and what this process has begun there. Pure: the caller passes the time.
+//! Keeps the last look at a machine, and the steps that this process has begun there. Pure: the caller passes the time.
 //!
 //! The memory decides three things: which machines are likely to be free, what a list contains while a machine does not
 //! answer, and whether a create that fails may go on to another machine. It may be lost at any time: the machine itself
@@ -69,7 +69,7 @@ struct Hold {
     until: Instant,
 }
 
-/// What one process knows about one machine.
+/// Last look at a machine, and the steps begun there, of one process.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     seen: Seen,
@@ -81,7 +81,7 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// Notes an answer. Returns the claim of a VM that has ended, although nobody asked for that.
+    /// Notes an answer. Returns the claim of a VM that has ended, although no caller asked for that.
     pub(crate) fn saw(&mut self, seen: Seen, now: Instant) -> Option<Claim> {
         (self.seen_at, self.down) = (Some(now), None);
         let before = std::mem::replace(&mut self.seen, seen);

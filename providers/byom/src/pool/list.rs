@@ -14,7 +14,7 @@ use crate::config::MachineAddress;
 /// Number of machines that are asked at once.
 const AT_ONCE: usize = 32;
 
-/// Lists all VMs of this owner. A machine that does not answer has what it had before.
+/// Lists all VMs of this owner. A machine that does not answer counts with its last answer.
 pub(crate) async fn all(pool: &Arc<Pool>) -> Result<Vec<Owned>, Error> {
     look_at_all(pool).await;
     let now = Instant::now();

@@ -1,4 +1,4 @@
-//! Looks at a machine over a kept connection, and acts on what it showed. One caller at a time works on a machine.
+//! Looks at a machine over a kept connection, and acts on the look. One caller at a time works on a machine.
 
 use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{IdempotencyKey, OwnedState, Owner};
@@ -177,7 +177,7 @@ impl Session<'_> {
         }
         let linked = self.files()?.link_aside(&aside, CLAIM).await;
         self.check(linked)?;
-        // Also what was written by ourselves is read back: the machine has the truth.
+        // Our own writes are read back, too: the machine has the truth.
         let Some(link) = self.link.as_mut() else { return Err(lost()) };
         let looked = link.look().await;
         match looked {

@@ -68,7 +68,7 @@ async fn a_machine_that_somebody_else_has_by_now_is_not_rebooted() {
     let wish = placed(&*provider, &request("a")).await.unwrap();
     let made = provider.create(&wish, &key("a", 0)).await.unwrap();
     assert_eq!(provider.list_owned().await.unwrap().len(), 1);
-    // Somebody freed it by hand without a reboot, and another installation claimed it.
+    // A person freed it by hand without a reboot, and another installation claimed it.
     let files = site.machine(0).files();
     let claim = files.text("claim").unwrap();
     files.write("claim", claim.replace("\"installation\":\"i\"", "\"installation\":\"another\"").as_bytes());

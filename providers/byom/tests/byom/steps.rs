@@ -20,7 +20,7 @@ const JOINED: usize = 4;
 /// Settings of a provider that waits for nothing.
 const QUICK: [(&str, &str); 3] = [("connect-timeout", "2s"), ("call-timeout", "2s"), ("quarantine", "0s")];
 
-/// What happens at the packet.
+/// Fault at the packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// The machine loses its power.

@@ -93,7 +93,7 @@ impl Azure {
     }
 }
 
-/// Answers what no test changes.
+/// Answers about objects that no test changes.
 pub(super) fn answer(action: &str, route: &Route) -> Result<Answer, Box<Refused>> {
     let name = |place: usize| route.names.get(place).map_or("", String::as_str);
     let found = match action {

@@ -1,4 +1,4 @@
-//! Answers questions about what no test changes: images, subnets, security groups, dedicated hosts.
+//! Answers questions about objects that no test changes: images, subnets, security groups, dedicated hosts.
 
 use serde_json::{Value, json};
 
@@ -65,7 +65,7 @@ pub(super) fn subnet_reference(id: &str, endpoint: &str) -> Value {
         "resource_type": "subnet"})
 }
 
-/// Answers what no test changes.
+/// Answers about objects that no test changes.
 pub(super) fn answer(action: &str, id: &str, endpoint: &str) -> Result<Answer, Box<Refused>> {
     let found = match action {
         "get_image" => image(id).map(|image| image_view(id, image, endpoint)),

@@ -1,4 +1,4 @@
-//! Answers questions about what no test changes: images, networks, systems, DHCP servers.
+//! Answers questions about objects that no test changes: images, networks, systems, DHCP servers.
 
 use serde_json::{Value, json};
 
@@ -23,7 +23,7 @@ pub(super) fn network(id: &str) -> Option<(&'static str, &'static str, &'static 
     }
 }
 
-/// Answers what no test changes.
+/// Answers about objects that no test changes.
 pub(super) fn answer(action: &str, id: &str) -> Result<Answer, Box<Refused>> {
     let time = "2026-01-01T00:00:00.000Z";
     let found = match action {
