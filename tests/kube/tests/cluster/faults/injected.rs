@@ -302,8 +302,8 @@ async fn exhaust_memory(rig: &Rig, running: &Running, agent: &AgentClient, pod: 
     // Processes that the agent starts from now on inherit the preference.
     let pid = agent_of(rig, pod).as_raw_nonzero();
     fs::write(format!("/proc/{pid}/oom_score_adj"), "1000").unwrap();
-    agent.exec(&exec_request("main", "go", &["touch", "/tmp/go"])).await.unwrap();
-    // Its end depends on the process that the kernel kills first.
+    // The ends of both depend on the process that the kernel kills first.
+    drop(agent.exec(&exec_request("main", "go", &["touch", "/tmp/go"])).await);
     drop(timeout(LIMIT, agent.wait_process("main", "fill")).await.unwrap());
 }
 

@@ -151,7 +151,7 @@ const FAULTS: [Fault; 20] = [
         "the provider's process crashed",
         "StartFailed",
         "the cloud did not make a VM within",
-        "see its log, and start it again",
+        "start it, or correct its address in provider.external",
     ),
     Fault::new(
         "the VM is killed",
