@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use peerpod_base::config::{Mistakes, Reader, Setting, Sources};
 use peerpod_provider_api::{Error, Owner, Provider};
+pub use peerpod_provider_cloud::image::{ImageSettings, Upload};
 
 /// Facts about the node that every provider gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +42,13 @@ struct Row {
     /// Whether the VMs are free of charge, so that a test may create some without confirmation.
     free: bool,
     read: fn(&mut Reader, &Context) -> Opener,
+    /// Reads its section for [`Purpose::Collect`], and returns the upload of a disk image; `None`: there is none.
+    upload: Option<fn(&mut Reader) -> Uploader>,
 }
+
+/// Upload of a built disk image with the settings of a provider.
+pub type Uploader = Box<dyn FnOnce(Upload) -> Pin<Box<dyn Future<Output = Uploaded> + Send>> + Send>;
+type Uploaded = Result<ImageSettings, Error>;
 
 type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce(Owner) -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
@@ -74,6 +81,7 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_local::LocalConfig::read(reader, &context.state_dir);
             at_once(|_| Ok(Arc::new(peerpod_provider_local::LocalProvider::open(config)?)))
         },
+        upload: None,
     },
     #[cfg(feature = "alibabacloud")]
     Row {
@@ -84,6 +92,7 @@ const TABLE: &[Row] = &[
             let config = AlibabaCloudConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(AlibabaCloudProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "aws")]
     Row {
@@ -94,6 +103,7 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
             at_once(|owner| Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "azure")]
     Row {
@@ -104,6 +114,7 @@ const TABLE: &[Row] = &[
             let config = AzureConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(AzureProvider::new(config, owner)?)))
         },
+        upload: None,
     },
     #[cfg(feature = "byom")]
     Row {
@@ -115,6 +126,7 @@ const TABLE: &[Row] = &[
             let config = ByomConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(ByomProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "gcp")]
     Row {
@@ -124,6 +136,7 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_gcp::GcpConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(peerpod_provider_gcp::GcpProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "ibmcloud")]
     Row {
@@ -134,6 +147,7 @@ const TABLE: &[Row] = &[
             let config = IbmCloudConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(IbmCloudProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "powervs")]
     Row {
@@ -144,6 +158,7 @@ const TABLE: &[Row] = &[
             let config = PowerVsConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(PowerVsProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "libvirt")]
     Row {
@@ -155,6 +170,10 @@ const TABLE: &[Row] = &[
             let config = LibvirtConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(LibvirtProvider::new(config, owner))))
         },
+        upload: Some(|reader| {
+            let config = peerpod_provider_libvirt::LibvirtConfig::read(reader, false);
+            Box::new(|upload| Box::pin(peerpod_provider_libvirt::upload(config, upload)))
+        }),
     },
     #[cfg(feature = "vsphere")]
     Row {
@@ -165,6 +184,7 @@ const TABLE: &[Row] = &[
             let config = VsphereConfig::read(reader, context.purpose == Purpose::Create);
             at_once(|owner| Ok(Arc::new(VsphereProvider::new(config, owner))))
         },
+        upload: None,
     },
     #[cfg(feature = "fake")]
     Row {
@@ -174,6 +194,7 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_fake::FakeConfig::read(reader, &context.state_dir);
             at_once(|_| Ok(Arc::new(peerpod_provider_fake::Fake::new(config))))
         },
+        upload: None,
     },
     #[cfg(feature = "external")]
     Row {
@@ -190,6 +211,7 @@ const TABLE: &[Row] = &[
                 })
             })
         },
+        upload: None,
     },
 ];
 
@@ -241,6 +263,30 @@ pub fn left_out() -> &'static [&'static str] {
 /// Reads `provider.kind` and the section of that provider. Mistakes stay with the reader. The sections of other
 /// providers stay unread, those of providers that this build leaves out, too.
 pub fn read(reader: &mut Reader, context: &Context) -> Settings {
+    let (kind, row) = selected(reader);
+    let (opener, free) = row.map_or((None, false), |row| (Some((row.read)(reader, context)), row.free));
+    let Context { cluster_id, node_name, .. } = context.clone();
+    Settings { kind, free, cluster_id, node_name, opener }
+}
+
+/// Reads `provider.kind` and the section of that provider for the upload of a disk image. Mistakes stay with the reader.
+/// Returns the kind, and the upload; `None`: the provider has none, and [`guide`] is the page with the steps.
+pub fn read_upload(reader: &mut Reader) -> (String, Option<Uploader>) {
+    let (kind, row) = selected(reader);
+    let uploader = row.and_then(|row| row.upload).map(|read| read(reader));
+    (kind, uploader)
+}
+
+/// Returns the page about the installation with a provider of this kind.
+pub fn guide(kind: &str) -> String {
+    match kind {
+        "external" => "docs/provider-guide.md".to_owned(),
+        _ => format!("docs/install-{}.md", kind.rsplit('-').next().unwrap_or(kind)),
+    }
+}
+
+/// Reads `provider.kind`, and leaves the sections of all other providers unread. Returns the kind and its row.
+fn selected(reader: &mut Reader) -> (String, Option<&'static Row>) {
     let kinds = kinds();
     let default = kinds.first().copied().unwrap_or_default();
     let mut known = [&kinds, LEFT_OUT].concat();
@@ -256,16 +302,11 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
         );
         reader.mistake("provider.kind", why);
     }
-    let (mut opener, mut free) = (None, false);
-    for row in TABLE {
-        if row.kind == kind {
-            (opener, free) = (Some((row.read)(reader, context)), row.free);
-        } else {
-            reader.leave(&format!("provider.{}", row.kind));
-        }
+    for row in TABLE.iter().filter(|row| row.kind != kind) {
+        reader.leave(&format!("provider.{}", row.kind));
     }
-    let Context { cluster_id, node_name, .. } = context.clone();
-    Settings { kind, free, cluster_id, node_name, opener }
+    let row = TABLE.iter().find(|row| row.kind == kind);
+    (kind, row)
 }
 
 /// Returns every setting that `ask` reads with any provider of this build, by key, independent of the configuration.
@@ -362,6 +403,15 @@ mod tests {
             let text = reader.finish().map_or_else(|why| why.to_string(), |_| String::new());
             assert_eq!(text.matches("not in this build").count(), mistakes, "{text}");
             assert!(!text.contains("unknown key"), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_kind_has_a_guide() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let shipped = kinds().into_iter().chain(left_out().iter().copied()).filter(|kind| *kind != "fake");
+        for kind in shipped {
+            assert!(root.join(guide(kind)).is_file(), "{kind}: {}", guide(kind));
         }
     }
 

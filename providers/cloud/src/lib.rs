@@ -9,15 +9,17 @@
 //! * [`names`] and [`marks`]: the name of a VM, which makes a create idempotent, and the marks that prove its owner.
 //! * [`Kept`], [`Recent`], [`Strays`], [`Wait`] and [`wait_for`]: answers of the cloud that are old, late or not yet
 //!   consistent.
+//! * [`image`]: the upload of a built disk image.
 //! * [`refusal`]: the cloud's error codes as provider errors, by a table. [`settings`]: the settings of every cloud.
 //!
-//! Depends on no cloud and opens no connection: the provider makes the calls. May touch the clock, read configuration
-//! and spawn tasks.
+//! Depends on no cloud and opens no connection: the provider makes the calls. May touch the clock, read configuration and
+//! built images, and spawn tasks.
 
 pub mod batch;
 pub mod calls;
 pub mod catalogue;
 pub mod exhausted;
+pub mod image;
 mod kept;
 pub mod marks;
 pub mod names;

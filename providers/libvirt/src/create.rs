@@ -267,7 +267,7 @@ impl Creation<'_> {
     async fn volume_base(self, pool: &Named, name: &str) -> Result<(String, &'static str, u64), Error> {
         let (volume, format) = find(self.libvirt, pool, name).await?.ok_or_else(|| {
             Error::invalid(format!(
-                "there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
+                "there is no image {name} in pool {}; upload it (peerpod image upload libvirt), or name another",
                 pool.name
             ))
         })?;
@@ -453,7 +453,7 @@ fn folder_of(xml: &str) -> Option<String> {
 }
 
 /// Returns a volume's format, if QEMU may use it without probing.
-fn format_of(xml: &str) -> Option<&'static str> {
+pub(crate) fn format_of(xml: &str) -> Option<&'static str> {
     let document = roxmltree::Document::parse(xml).ok()?;
     let target = child(document.root_element(), "target")?;
     match child(target, "format").and_then(|node| node.attribute("type")) {

@@ -22,6 +22,7 @@ mod reserve;
 pub mod rpc;
 mod seed;
 mod store;
+mod upload;
 mod volumes;
 mod xml;
 
@@ -45,6 +46,7 @@ use rpc::Redialer;
 use rpc::calls::Domain;
 use rpc::xdr::Uuid;
 use store::Images;
+pub use upload::upload;
 
 /// Maximum size of user-data, in bytes; the guest refuses more than this anyway.
 const MAX_USER_DATA: usize = 64 * 1024;

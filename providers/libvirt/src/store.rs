@@ -245,7 +245,7 @@ async fn read(path: &Path, what: Use) -> Result<ImageInfo, String> {
 }
 
 /// Returns the format of a disk image, from its first bytes.
-fn disk_format(head: &[u8]) -> Result<&'static str, String> {
+pub(crate) fn disk_format(head: &[u8]) -> Result<&'static str, String> {
     if head.starts_with(&QCOW2) {
         // QEMU would open any file that the image names as its base.
         return match head.get(8..16) {

@@ -8,6 +8,7 @@ mod config;
 mod connectivity;
 mod convert;
 mod drain;
+mod image;
 mod inspect;
 mod item;
 mod logs;
@@ -84,6 +85,9 @@ enum Command {
     /// Tests a provider
     #[command(subcommand)]
     Provider(provider::Command),
+    /// Builds VM images and uploads them to a provider
+    #[command(subcommand)]
+    Image(image::Command),
     /// Prints the completions for a shell
     Completions {
         /// The shell
@@ -103,6 +107,7 @@ impl Command {
     fn takes_settings(&self) -> bool {
         match self {
             Command::Config(command) => command.takes_settings(),
+            Command::Image(command) => command.takes_settings(),
             Command::Check(_) | Command::Provider(_) | Command::Sysdump(_) => true,
             _ => false,
         }
@@ -113,6 +118,7 @@ impl Command {
             Command::Config(command) => config::run(command, settings),
             Command::Check(args) => block_on(check::run(args, settings)),
             Command::Provider(command) => provider::run(command, settings),
+            Command::Image(command) => block_on(image::run(command, settings)),
             Command::Completions { shell } => {
                 let mut script = Vec::new();
                 clap_complete::generate(shell, &mut Cli::command(), "peerpod", &mut script);
@@ -276,6 +282,10 @@ mod tests {
             &["provider", "check", "a", "--crowd", "0"],
             &["provider", "check", "a", "--patience", "5"],
             &["provider", "check", "a", "--loud"],
+            &["image", "build"],
+            &["image", "upload"],
+            &["image", "upload", "libvirt", "--prune", "0"],
+            &["image", "build", "--kata", "4.1.0", "--provider.libvirt.pool=p"],
             &["check", "--account", "name"],
             &["check", "--account", "/name"],
             &["check", "--account", "namespace/"],

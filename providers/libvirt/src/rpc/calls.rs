@@ -55,6 +55,8 @@ const CONFIG: u32 = 2;
 const BYTES: u32 = 1;
 /// `VIR_DOMAIN_AFFECT_LIVE`, `VIR_NETWORK_UPDATE_AFFECT_LIVE`.
 const LIVE: u32 = 1;
+/// `VIR_CONNECT_LIST_STORAGE_POOLS_ACTIVE`.
+const ACTIVE_POOLS: u32 = 2;
 /// `VIR_NETWORK_SECTION_IP_DHCP_HOST`.
 const DHCP_HOST: u32 = 4;
 /// `VIR_DRV_FEATURE_NETWORK_UPDATE_HAS_CORRECT_ORDER`: without it (before libvirt 7.2) command and section are swapped.
@@ -221,6 +223,8 @@ calls! {
     NETWORK_GET_XML_DESC = 43: network_xml(network: &Named) -> String = (network, 0);
     /// Returns 1 for an active network.
     NETWORK_IS_ACTIVE = 152: network_is_active(network: &Named) -> i32 = network;
+    /// Returns the active pools.
+    LIST_ALL_POOLS = 281: pools() -> List<Named, LIST> = (1, ACTIVE_POOLS);
     POOL_LOOKUP_BY_NAME = 84: pool(name: &str) -> Named = name;
     POOL_GET_XML_DESC = 88: pool_xml(pool: &Named) -> String = (pool, 0);
     /// Returns the pool's state (2 is running), and its size, its allocated and its free bytes.

@@ -34,7 +34,7 @@ async fn wrong_settings_and_images_are_refused_with_a_remedy_and_leave_nothing()
         (vec![("image", "/nowhere.img")], "invalid", ["/nowhere.img", "make image"]),
         (vec![("image", &*garbage)], "invalid", ["garbage", "neither a qcow2 nor a raw disk"]),
         (vec![("image-sha256", &*zeros)], "invalid", ["its SHA-256 is", "image-sha256"]),
-        (vec![("image", ""), ("volume", "absent")], "invalid", ["no image absent", "vol-upload"]),
+        (vec![("image", ""), ("volume", "absent")], "invalid", ["no image absent", "image upload"]),
         (vec![("pool", "absent")], "invalid", ["Storage pool not found", "provider.libvirt.pool"]),
         (vec![("network", "absent")], "invalid", ["Network not found", "provider.libvirt.network"]),
         (vec![("bridge", "absent0")], "invalid", ["absent0", "create of pod"]),
@@ -53,7 +53,7 @@ async fn wrong_settings_and_images_are_refused_with_a_remedy_and_leave_nothing()
         (
             CreateRequest { image: Some("absent".into()), ..request("pod") },
             "invalid",
-            ["no image absent", "virsh vol-upload"],
+            ["no image absent", "image upload"],
         ),
         (
             CreateRequest { confidential: Some(Confidential::SevSnp), ..request("pod") },

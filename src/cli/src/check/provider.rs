@@ -12,7 +12,7 @@ use peerpod_base::config::Reader;
 use peerpod_cluster::SECTIONS;
 use peerpod_node::admin::{NodeStatus, SOCKET};
 use peerpod_provider_api::Preflight;
-use peerpod_providers::{Context, Purpose};
+use peerpod_providers::{Context, Purpose, guide};
 
 use super::config::Config;
 use crate::config::ask;
@@ -98,7 +98,7 @@ fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
     let found = match answer {
         Ok(found) => found,
         Err(why) => {
-            let remedy = format!("follow the text; docs/install-{kind}.md lists rights and settings");
+            let remedy = format!("follow the text; {} lists rights and settings", guide(kind));
             return vec![Area::Provider.item(kind, failed(why, remedy))];
         }
     };
@@ -112,7 +112,7 @@ fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
         let name = fact.split(' ').next().unwrap_or_default();
         items.push(Area::Provider.item(name, Ok(fact.clone())));
     }
-    let remedy = format!("follow the text, or accept it; see docs/install-{kind}.md");
+    let remedy = format!("follow the text, or accept it; see {}", guide(kind));
     items.extend(found.warnings.iter().map(|why| Area::Provider.item(kind, warning(why, &remedy))));
     items
 }

@@ -1,0 +1,194 @@
+//! `peerpod image`: builds the VM images from a checkout of the repository, and uploads the disk image to a provider. It
+//! may touch: the checkout's target folder by `make`, the image's folder, and the images of ours at the provider.
+
+use std::io::Write as _;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::{self, ExitCode, Stdio};
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail, ensure};
+use peerpod_base::config::{Reader, Sources};
+use peerpod_cluster::SECTIONS;
+use peerpod_providers::{ImageSettings, Upload, guide, kinds, read_upload};
+
+use crate::SETTINGS;
+use crate::output::{safe, say};
+
+/// File of the repository by which its root is found.
+const BUILDER: &str = "podvm/vm-image/Cargo.toml";
+
+/// Subcommands of `peerpod image`.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Builds both VM images in the checkout of the repository that contains the current folder
+    Build {
+        /// The Kata release with agent and pause bundle: a version, or the path of an archive, image or folder
+        #[arg(long, value_name = "PATH|VERSION")]
+        kata: String,
+    },
+    /// Uploads the disk image to a provider, unless it is there, and prints the chart's values for it
+    #[command(after_help = SETTINGS)]
+    Upload(Args),
+}
+
+/// Arguments of `peerpod image upload`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The provider's kind, like libvirt
+    #[arg(value_name = "KIND")]
+    kind: String,
+    /// The folder of the disk image
+    #[arg(long, value_name = "DIR", default_value = "target/image/disk")]
+    image: PathBuf,
+    /// Deletes old images that `image upload` made and no VM uses, and keeps N with the uploaded one
+    #[arg(long, value_name = "N")]
+    prune: Option<NonZeroUsize>,
+    /// Gives the VMs of the image a TPM 2.0, where the provider has one
+    #[arg(long)]
+    tpm: bool,
+}
+
+impl Command {
+    /// Whether the subcommand reads the configuration.
+    pub(crate) fn takes_settings(&self) -> bool {
+        matches!(self, Command::Upload(_))
+    }
+}
+
+/// Runs a subcommand of `peerpod image` with these settings.
+pub(crate) async fn run(command: Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Build { kata } => build(&kata),
+        Command::Upload(args) => upload(args, settings).await,
+    }
+}
+
+fn build(kata: &str) -> anyhow::Result<ExitCode> {
+    let here = std::env::current_dir().context("find the current folder")?;
+    let root = checkout(&here)?;
+    let kata = kata_word(kata)?;
+    // Standard output has the values alone.
+    let status = process::Command::new("make")
+        .arg("-C")
+        .arg(root)
+        .args(["--no-print-directory", "image", &format!("KATA={kata}")])
+        .stdout(Stdio::from(std::io::stderr()))
+        .status()
+        .context("start make; install it (apt-get install make)")?;
+    ensure!(status.success(), "make image in {}: {status}; its last lines have the cause", root.display());
+    let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    let images = root.join(target).join("image");
+    say!(stderr, "minimal image: {}", images.join("minimal").display());
+    say!(stderr, "disk image: {0}; peerpod image upload KIND --image {0}", images.join("disk").display());
+    let file = |name: &str| images.join("minimal").join(name).display().to_string();
+    print_values("libvirt", &[("kernel", file("vmlinuz")), ("initrd", file("initrd.img"))].into())
+}
+
+/// Returns the root of the checkout that contains this folder.
+fn checkout(here: &Path) -> anyhow::Result<&Path> {
+    here.ancestors().find(|folder| folder.join(BUILDER).is_file()).with_context(|| {
+        format!(
+            "find the builder of the images: {} is not in a checkout of Peerpod; clone the repository ({}) and \
+             run the command in it",
+            here.display(),
+            concat!("git clone ", env!("CARGO_PKG_REPOSITORY"))
+        )
+    })
+}
+
+/// Returns the value of make's variable `KATA`. A path is made absolute, because make works in another folder.
+fn kata_word(kata: &str) -> anyhow::Result<String> {
+    let word = match Path::new(kata).canonicalize() {
+        Ok(path) => path.display().to_string(),
+        Err(error) if kata.contains('/') => bail!("find --kata {kata}: {error}; correct the path"),
+        Err(_) => kata.to_owned(),
+    };
+    // make and its shell would expand other characters.
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-+/".contains(c);
+    ensure!(
+        !word.is_empty() && word.chars().all(is_plain),
+        "--kata {word}: make cannot take it; use letters, digits and ._-+/ alone"
+    );
+    Ok(word)
+}
+
+async fn upload(args: Args, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+    let Args { kind, image, prune, tpm } = args;
+    let mut sources = Sources::of_this_process(settings);
+    sources.flags.push(("provider.kind".to_owned(), kind.clone()));
+    let others: Vec<&str> = SECTIONS.into_iter().filter(|section| *section != "provider").collect();
+    let read = Reader::load(sources, &["provider"], &others).and_then(|mut reader| {
+        let (known, uploader) = read_upload(&mut reader);
+        // Without an upload the settings of the provider stay unread.
+        if uploader.is_none() && known == kind && kinds().contains(&&*kind) {
+            return Ok(None);
+        }
+        reader.finish().map(|_| uploader)
+    });
+    let uploader = match read {
+        Ok(read) => read,
+        Err(mistakes) => {
+            eprintln!("{mistakes}");
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let Some(uploader) = uploader else {
+        bail!(
+            "upload an image to {kind}: this provider has no upload; {} has the steps by hand",
+            guide(&kind)
+        )
+    };
+    let say: Arc<dyn Fn(&str) + Send + Sync> = Arc::new(|line| {
+        say!(stderr, "peerpod: {}", safe(line));
+    });
+    let chosen = uploader(Upload { folder: image, keep: prune, tpm, say }).await?;
+    print_values(&kind, &chosen)
+}
+
+/// Prints the values of the chart that select an image.
+fn print_values(kind: &str, chosen: &ImageSettings) -> anyhow::Result<ExitCode> {
+    let values = serde_json::json!({"config": {"provider": {kind: chosen}}});
+    let mut out = std::io::stdout().lock();
+    out.write_all(serde_yaml::to_string(&values)?.as_bytes()).context("print the values")?;
+    out.flush().context("print the values")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checkout_is_found_from_any_folder_in_it() {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let source = here.join("src");
+        let root = checkout(&source).unwrap();
+        assert_eq!(root, here.parent().and_then(Path::parent).unwrap());
+        let why = checkout(Path::new("/")).unwrap_err().to_string();
+        assert!(why.contains("git clone http"), "{why}");
+    }
+
+    #[test]
+    fn kata_is_a_version_or_a_path_that_make_does_not_expand() {
+        assert_eq!(kata_word("4.1.0").unwrap(), "4.1.0");
+        assert_eq!(kata_word("/usr/../usr").unwrap(), "/usr");
+        for (bad, part) in
+            [("$(id)", "make cannot take it"), ("", "make cannot take it"), ("./none", "No such file")]
+        {
+            let why = kata_word(bad).unwrap_err().to_string();
+            assert!(why.contains(part), "{bad}: {why}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_provider_without_upload_names_its_guide() {
+        let args =
+            |kind: &str| Args { kind: kind.to_owned(), image: PathBuf::new(), prune: None, tpm: false };
+        let settings = vec!["--provider.gcp.project=p".to_owned()];
+        let why = upload(args("gcp"), settings).await.unwrap_err().to_string();
+        assert!(why.contains("docs/install-gcp.md"), "{why}");
+        // A kind that does not exist is a mistake of the configuration.
+        assert_eq!(upload(args("clowd"), Vec::new()).await.unwrap(), ExitCode::FAILURE);
+    }
+}
