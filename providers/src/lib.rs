@@ -103,7 +103,10 @@ const TABLE: &[Row] = &[
             let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
             at_once(|owner| Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, owner))))
         },
-        upload: None,
+        upload: Some(|reader| {
+            let config = peerpod_provider_aws::AwsConfig::read(reader, false);
+            Box::new(|upload| Box::pin(peerpod_provider_aws::upload(config, upload)))
+        }),
     },
     #[cfg(feature = "azure")]
     Row {

@@ -13,8 +13,10 @@ mod provider;
 mod refusal;
 mod remove;
 mod shape;
+mod upload;
 mod vms;
 mod volumes;
 
 use provider::Aws;
 pub use provider::AwsProvider;
+pub use upload::upload;

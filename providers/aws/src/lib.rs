@@ -7,9 +7,11 @@
 //!   * `volumes.rs` attaches disks; `events.rs` watches for spot VMs that EC2 takes back.
 //!   * `facts.rs` loads the facts that a create needs (network, image, types), `prices.rs` the prices of the types.
 //!   * `shape.rs` builds the launch template of a profile.
+//!   * `upload.rs` makes the AMI of a built disk image.
 //!   * `client.rs` makes every call; `refusal.rs` turns EC2's errors into provider errors.
 //!
-//! Touches EC2 and, where settings are missing, the node's metadata service; keeps nothing on disk.
+//! Touches EC2 and, where settings are missing, the node's metadata service; an upload also the EBS direct APIs and the
+//! image's folder. Keeps nothing on disk.
 
 pub mod config;
 #[cfg(feature = "sdk")]
@@ -17,4 +19,4 @@ mod ec2;
 
 pub use config::AwsConfig;
 #[cfg(feature = "sdk")]
-pub use ec2::AwsProvider;
+pub use ec2::{AwsProvider, upload};

@@ -98,21 +98,37 @@ impl Moto {
     /// # Errors
     /// When there is no answer.
     pub fn ask(&self, account: &str, region: &str, params: &Params) -> anyhow::Result<(u16, String)> {
-        let body = form::encode(params);
+        let headers = "Content-Type: application/x-www-form-urlencoded; charset=utf-8\r\n";
+        self.send(account, region, "ec2", "POST /", headers, form::encode(params).as_bytes())
+    }
+
+    /// Sends one request to a service in this account: `head` is its method and path, each of `headers` a line. Returns
+    /// the status and the body of the answer.
+    ///
+    /// # Errors
+    /// When there is no answer.
+    pub fn send(
+        &self,
+        account: &str,
+        region: &str,
+        service: &str,
+        head: &str,
+        headers: &str,
+        body: &[u8],
+    ) -> anyhow::Result<(u16, String)> {
         let host = self.address;
         // moto reads the region from a signature that it does not check.
         let request = format!(
-            "POST / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nx-moto-account-id: {account}\r\n\
-             Authorization: AWS4-HMAC-SHA256 Credential=test/20260101/{region}/ec2/aws4_request, \
-             SignedHeaders=host, Signature=0\r\n\
-             Content-Type: application/x-www-form-urlencoded; charset=utf-8\r\nContent-Length: {}\r\n\r\n{body}",
+            "{head} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nx-moto-account-id: {account}\r\n\
+             Authorization: AWS4-HMAC-SHA256 Credential=test/20260101/{region}/{service}/aws4_request, \
+             SignedHeaders=host, Signature=0\r\n{headers}Content-Length: {}\r\n\r\n",
             body.len()
         );
         let end = Instant::now() + ANSWER;
         let mut stream = TcpStream::connect_timeout(&self.address, ANSWER)?;
         stream.set_read_timeout(Some(ANSWER))?;
         stream.set_write_timeout(Some(ANSWER))?;
-        stream.write_all(request.as_bytes())?;
+        stream.write_all(&[request.as_bytes(), body].concat())?;
         let mut answer = Vec::new();
         stream.take(64 << 20).read_to_end(&mut answer)?;
         ensure!(Instant::now() < end + ANSWER, "moto is too slow");

@@ -15,9 +15,10 @@ use hyper::{Request, Response};
 use peerpod_test_clouds::{Fault, Faults, Rates, listen, pairs};
 use tokio::task::JoinHandle;
 
+use crate::ebs::Snapshots;
 use crate::form::Params;
 use crate::moto::Moto;
-use crate::{rules, xml};
+use crate::{ebs, rules, xml};
 
 /// Largest accepted request; EC2's own limit for queries is far below.
 const MAX_BODY: usize = 4 << 20;
@@ -50,22 +51,24 @@ pub struct Proxy {
 pub(crate) struct Shared {
     pub(crate) moto: &'static Moto,
     pub(crate) account: String,
-    faults: Mutex<Faults>,
+    pub(crate) faults: Mutex<Faults>,
     rates: Mutex<Rates>,
     is_expired: AtomicBool,
     /// Most VMs in a page of DescribeInstances; 0: as many as the call wants.
     page: AtomicUsize,
     started: Instant,
-    calls: Mutex<Vec<Call>>,
+    pub(crate) calls: Mutex<Vec<Call>>,
     tokens: Mutex<HashMap<(String, String), Token>>,
     /// One attachment at a time.
     attaching: tokio::sync::Mutex<()>,
     /// Time of each VM's creation.
     pub(crate) made: Mutex<HashMap<String, Instant>>,
     /// Calls that took effect and are not answered yet.
-    late: AtomicUsize,
+    pub(crate) late: AtomicUsize,
     /// Interrupted spot VMs, with the status code of their requests.
     pub(crate) interrupted: Mutex<BTreeMap<String, String>>,
+    /// Snapshots that the EBS direct APIs write.
+    pub(crate) snapshots: Mutex<Snapshots>,
     /// Spot prices: type, zone, price.
     pub(crate) prices: Mutex<Vec<[String; 3]>>,
     /// moto's answers about types, images and subnets, which do not change.
@@ -123,6 +126,7 @@ impl Proxy {
             made: Mutex::default(),
             late: AtomicUsize::new(0),
             interrupted: Mutex::default(),
+            snapshots: Mutex::default(),
             prices: Mutex::default(),
             known: Mutex::default(),
         });
@@ -275,8 +279,13 @@ async fn answer(
     request: Request<Incoming>,
     faulty: bool,
 ) -> anyhow::Result<Response<Full<Bytes>>> {
-    let body = http_body_util::Limited::new(request.into_body(), MAX_BODY).collect().await;
+    let (head, body) = request.into_parts();
+    let body = http_body_util::Limited::new(body, MAX_BODY).collect().await;
     let body = body.map_err(|error| anyhow::anyhow!("{error}"))?.to_bytes();
+    if head.uri.path().starts_with(ebs::PATH) {
+        // As below: the call is completed even if the client no longer waits.
+        return tokio::spawn(ebs::answer(shared, head, body)).await?;
+    }
     let mut params = pairs(&String::from_utf8_lossy(&body));
     let action = params.remove("Action").unwrap_or_default();
     // The work runs in a task of its own: EC2 completes a call even if the client no longer waits.
@@ -430,6 +439,7 @@ impl Shared {
         if page > 0 && action == "DescribeInstances" && params.contains_key("MaxResults") {
             params.insert("MaxResults".to_owned(), page.to_string());
         }
+        let registered = if action == "RegisterImage" { params.clone() } else { Params::new() };
         let mut answer = match action {
             "CreateFleet" => rules::fleet(self, params).await?,
             "RunInstances" => rules::run(self, params).await?,
@@ -449,6 +459,11 @@ impl Shared {
                 lock(&self.made).extend(ids.map(|id| (id, now)));
             }
             "DescribeInstances" if answer.status == 200 => answer.xml = self.as_seen(&answer.xml, lag, boot),
+            "DescribeSnapshots" if answer.status == 200 => answer.xml = self.with_pending(&answer.xml),
+            "RegisterImage" if answer.status == 200 => {
+                let id = xml::value(&answer.xml, "imageId").unwrap_or_default();
+                rules::tag_image(self, id, &registered).await?;
+            }
             _ => {}
         }
         Ok(answer)
@@ -472,6 +487,16 @@ impl Shared {
                 return Some(item.replace(running, pending).replace(turned, pending));
             }
             Some(item.to_owned())
+        })
+    }
+
+    /// Returns snapshots as EC2 shows them: pending until they are completed.
+    fn with_pending(&self, xml: &str) -> String {
+        let snapshots = lock(&self.snapshots);
+        xml::map_items(xml, "snapshotSet", |item| {
+            let id = xml::value(item, "snapshotId").unwrap_or_default();
+            let is_pending = snapshots.is_pending(id);
+            Some(if is_pending { item.replace(">completed<", ">pending<") } else { item.to_owned() })
         })
     }
 

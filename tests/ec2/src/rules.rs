@@ -83,8 +83,42 @@ pub(crate) async fn refused(
             }
         }
         "AttachVolume" => attach(shared, params, boot).await,
+        "RegisterImage" => register(shared, params).await,
         _ => Ok(None),
     }
+}
+
+/// Refuses an AMI with the name of another one, or of a snapshot that is not complete.
+async fn register(shared: &Arc<Shared>, params: &Params) -> anyhow::Result<Option<Answer>> {
+    let get = |key: &str| params.get(key).map(String::as_str).unwrap_or_default();
+    let refuse = |code: &str, message: String| Ok(Some(Answer::refusal(400, code, &message)));
+    let (name, snapshot) = (get("Name"), get("BlockDeviceMapping.1.Ebs.SnapshotId"));
+    let own = [("Owner.1", "self"), ("Filter.1.Name", "name"), ("Filter.1.Value.1", name)];
+    let own = own.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let found = shared.upstream("DescribeImages", own.into()).await?;
+    if xml::value(&found.xml, "imageId").is_some() {
+        return refuse("InvalidAMIName.Duplicate", format!("AMI name {name} is already in use"));
+    }
+    if lock(&shared.snapshots).is_pending(snapshot) {
+        return refuse(
+            "InvalidParameterValue",
+            format!("The snapshot {snapshot} is not in the completed state"),
+        );
+    }
+    Ok(None)
+}
+
+/// Gives a new AMI the tags of its request, which moto leaves out.
+pub(crate) async fn tag_image(shared: &Arc<Shared>, id: &str, params: &Params) -> anyhow::Result<()> {
+    let mut tags: Params = [("ResourceId.1".to_owned(), id.to_owned())].into();
+    let given =
+        params.iter().filter_map(|(key, value)| Some((key.strip_prefix("TagSpecification.1.")?, value)));
+    tags.extend(
+        given.filter(|(key, _)| key.starts_with("Tag.")).map(|(key, value)| (key.to_owned(), value.clone())),
+    );
+    let tagged = tags.len() == 1 || shared.upstream("CreateTags", tags).await?.status == 200;
+    anyhow::ensure!(tagged, "moto does not tag {id}");
+    Ok(())
 }
 
 /// Returns whether moto knows this type or image. The answers are cached.

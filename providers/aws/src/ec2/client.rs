@@ -21,10 +21,12 @@ use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Credentials};
 use crate::ec2::credentials;
-use crate::ec2::refusal::{Failure, Why};
+use crate::ec2::refusal::{EBS, Failure, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
+/// Attempts of a call to the EBS direct APIs, with growing pauses between them.
+const EBS_ATTEMPTS: u32 = 10;
 
 /// Client with credentials and a region.
 #[derive(Clone)]
@@ -122,6 +124,25 @@ fn loader(config: &AwsConfig) -> ConfigLoader {
         }
         Credentials::Chain => loader,
     }
+}
+
+/// Returns a client of the EBS direct APIs for the same account. The SDK repeats its calls, which are idempotent and have
+/// a bucket of their own. `AWS_ENDPOINT_URL_EBS` names a private endpoint.
+pub(crate) async fn ebs(config: &AwsConfig) -> aws_sdk_ebs::Client {
+    let sdk = loader(config).load().await;
+    let timeouts = TimeoutConfig::builder().disable_operation_timeout().build();
+    let ebs = aws_sdk_ebs::config::Builder::from(&sdk)
+        .retry_config(RetryConfig::standard().with_max_attempts(EBS_ATTEMPTS))
+        .timeout_config(timeouts);
+    aws_sdk_ebs::Client::from_conf(ebs.build())
+}
+
+/// Returns the error for a failed call to the EBS direct APIs.
+pub(crate) fn ebs_failure<E>(action: &str, what: &str, error: &SdkError<E, HttpResponse>) -> Error
+where
+    E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
+{
+    Failure::of(&EBS, action, what, why(error)).into()
 }
 
 async fn have_credentials(sdk: &SdkConfig) -> Result<(), Error> {

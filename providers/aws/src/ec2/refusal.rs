@@ -34,14 +34,19 @@ pub(crate) enum Why {
 impl Failure {
     /// Returns the failure of this call of an action, like `CreateFleet`, for an attempt, like `create of web-0`.
     pub(crate) fn new(action: &str, what: &str, why: Why) -> Failure {
+        Failure::of(&REFUSALS, action, what, why)
+    }
+
+    /// Same as [`Failure::new`], for another service of AWS.
+    pub(crate) fn of(refusals: &Refusals, action: &str, what: &str, why: Why) -> Failure {
         let (mut code, mut message) = (String::new(), String::new());
         let error = match why {
             Why::Said { code: said, message: words, status } => {
-                let error = REFUSALS.refused(action, &said, plain(&words), status, None);
+                let error = refusals.refused(action, &said, plain(&words), status, None);
                 (code, message) = (said, words);
                 error
             }
-            Why::NoAnswer(why) => REFUSALS.unanswered(action, &why),
+            Why::NoAnswer(why) => refusals.unanswered(action, &why),
             Why::NoCredentials(why) => Error::Auth {
                 text: format!(
                     "{action} could not be signed: {}; give access-key-id and secret-key, a profile, or let the node or its \
@@ -93,8 +98,26 @@ impl AsRef<Error> for Failure {
 /// Refusals of EC2 and STS.
 pub(crate) const REFUSALS: Refusals = Refusals { cloud: "EC2", rows: ROWS, usual };
 
+/// Refusals of the EBS direct APIs.
+pub(crate) const EBS: Refusals = Refusals { cloud: "EBS", rows: EBS_ROWS, usual };
+
+const EBS_ROWS: &[Row] = &[
+    Row::code("AccessDeniedException", Auth)
+        .remedy("allow ebs:{action} to this identity (providers/aws/image-policy.json is the whole list)"),
+    Row::code("UnrecognizedClientException", Auth).remedy(KEY),
+    Row::code("ExpiredTokenException", Auth).remedy(RENEW),
+    Row::code("RequestThrottledException", Throttled),
+    Row::code("ServiceQuotaExceededException", Quota).remedy(SNAPSHOTS),
+    Row::code("ConcurrentLimitExceededException", Quota).remedy(SNAPSHOTS),
+    Row::code("ResourceNotFoundException", NotFound),
+    Row::status(429..=429, Throttled),
+    Row::status(500..=u16::MAX, Transient),
+];
+
+const SNAPSHOTS: &str = "delete pending snapshots, or raise the account's limit (Service Quotas, Amazon EBS)";
 const HIGHER_QUOTA: &str = "ask for a higher quota of this instance family (Service Quotas, Amazon EC2), or allow other instance-types";
-const ALLOW: &str = "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list)";
+const ALLOW: &str = "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list, and \
+                     image-policy.json that of image uploads)";
 const RENEW: &str = "renew the credentials, and check the node's clock";
 const KEY: &str = "use an access key that exists and is active";
 const IMAGE: &str = "set image-id to an AMI of this region that is shared with the account";
@@ -217,6 +240,7 @@ mod tests {
     #[test]
     fn every_row_of_the_table_is_used() {
         REFUSALS.check().unwrap();
+        EBS.check().unwrap();
     }
 
     #[test]

@@ -181,7 +181,13 @@ pub(crate) async fn by_key(
     Ok(found)
 }
 
-async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Result<Vec<Vm>, Error> {
+/// Returns the VMs with these properties.
+pub(crate) async fn list(
+    ec2: &Ec2,
+    filters: Vec<Filter>,
+    what: &str,
+    until: Instant,
+) -> Result<Vec<Vm>, Error> {
     let ask = ec2.client.describe_instances().set_filters(Some(filters)).max_results(PAGE);
     Ok(pages(ec2, ask, "list", what, until).await?)
 }
@@ -210,7 +216,8 @@ fn tag(key: &str, value: &str) -> Filter {
     Filter::builder().name(format!("tag:{key}")).values(value).build()
 }
 
-fn not_gone() -> Filter {
+/// Returns the filter for VMs that are not terminated.
+pub(crate) fn not_gone() -> Filter {
     let states = ["pending", "running", "stopping", "stopped", "shutting-down"].map(str::to_owned);
     Filter::builder().name("instance-state-name").set_values(Some(states.to_vec())).build()
 }

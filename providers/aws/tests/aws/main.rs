@@ -8,4 +8,5 @@ mod drops;
 mod node;
 mod policy;
 mod refusals;
+mod upload;
 mod witness;
