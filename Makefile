@@ -106,9 +106,9 @@ demo:
 	$(CARGO) build --locked $(DEMO) --bins
 	$(TARGET)/debug/peerpod-demo
 
-# Tests that boot VMs or build their images, and those of slow clouds. They mostly wait, so `make test` runs both lists
-# beside the others.
-SLOW_CLOUDS := --test powervs --test vsphere $(if $(CLOUDS),--test byom)
+# Tests that boot VMs or build their images, and those of clouds. They mostly wait, so `make test` runs both lists beside
+# the others, and of the clouds' tests more at once.
+CLOUD_TESTS := $(CLOUD_KINDS:%=--test %) $(if $(CLOUDS),--test aws --test byom)
 MACHINES := --test build --test guest --test libvirt --test machines
 
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
@@ -116,14 +116,14 @@ MACHINES := --test build --test guest --test libvirt --test machines
 # The images before the tests that boot them.
 test: test-bins
 	@$(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) >$(TARGET)/test-machines.log 2>&1 & machines=$$!; \
-	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(SLOW_CLOUDS) >$(TARGET)/test-clouds.log 2>&1 & clouds=$$!; \
+	RUST_TEST_THREADS=8 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(CLOUD_TESTS) >$(TARGET)/test-clouds.log 2>&1 & clouds=$$!; \
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH); others=$$?; \
 	wait $$machines || others=1; wait $$clouds || others=1; \
 	cat $(TARGET)/test-machines.log $(TARGET)/test-clouds.log; exit $$others
 
 test-bins: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
-	$(CARGO) build --locked --workspace $(WITH) $(MACHINES) $(SLOW_CLOUDS)
+	$(CARGO) build --locked --workspace $(WITH) $(MACHINES) $(CLOUD_TESTS)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.
@@ -165,7 +165,7 @@ test-long: setup image
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) $(SLOW_CLOUDS) --test cluster --test csi --test kubernetes
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) $(CLOUD_TESTS) --test cluster --test csi --test kubernetes
 	FUZZ_WITH="$(WITH)" fuzz/run $(FUZZ_SECONDS)
 	scripts/documented-commands --at-most 20
 
@@ -179,10 +179,10 @@ test-aws: setup
 
 # The fakes of clouds, what their vendors' models and clients say of them, and the providers with the fakes. The same build
 # again.
-CLOUD_TESTS := --test clouds --test byom $(CLOUD_KINDS:%=--test %)
+FAKE_TESTS := --test clouds --test byom $(CLOUD_KINDS:%=--test %)
 test-clouds: setup
-	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(CLOUD_TESTS)
-	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(CLOUD_TESTS)
+	$(CARGO) build --locked --workspace $(CLOUD_FEATURES) --bins $(FAKE_TESTS)
+	$(CARGO) test --locked --workspace $(CLOUD_FEATURES) $(FAKE_TESTS)
 
 # Counts and ratios to what the account's limits permit: the tests' build does.
 AWS_BENCHES := --test aws --test e2e
@@ -209,7 +209,7 @@ bench: image
 lint: setup
 	$(CARGO) fmt --all --check
 	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings)
-	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) $(SLOW_CLOUDS) --test cluster --test csi $(WITH) -- -D warnings)
+	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) $(CLOUD_TESTS) --test cluster --test csi $(WITH) -- -D warnings)
 	$(CARGO) check --locked --workspace
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(if $(LINTED),,$(WITH)) --no-deps --document-private-items
 	scripts/deny
