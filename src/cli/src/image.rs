@@ -59,14 +59,14 @@ impl Command {
 /// Runs a subcommand of `peerpod image` with these settings.
 pub(crate) async fn run(command: Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Build { kata } => build(&kata),
+        Command::Build { kata } => build(&std::env::current_dir().context("find the current folder")?, &kata),
         Command::Upload(args) => upload(args, settings).await,
     }
 }
 
-fn build(kata: &str) -> anyhow::Result<ExitCode> {
-    let here = std::env::current_dir().context("find the current folder")?;
-    let root = checkout(&here)?;
+/// Builds the images in the checkout that contains the folder `here`.
+fn build(here: &Path, kata: &str) -> anyhow::Result<ExitCode> {
+    let root = checkout(here)?;
     let kata = kata_word(kata)?;
     // Standard output has the values alone.
     let status = process::Command::new("make")
@@ -82,7 +82,10 @@ fn build(kata: &str) -> anyhow::Result<ExitCode> {
     say!(stderr, "minimal image: {}", images.join("minimal").display());
     say!(stderr, "disk image: {0}; peerpod image upload KIND --image {0}", images.join("disk").display());
     let file = |name: &str| images.join("minimal").join(name).display().to_string();
-    print_values("libvirt", &[("kernel", file("vmlinuz")), ("initrd", file("initrd.img"))].into())
+    // The chart's values name a volume, and only one of kernel, image and volume may be set.
+    let chosen =
+        [("kernel", file("vmlinuz")), ("initrd", file("initrd.img")), ("volume", String::new())].into();
+    print_values("libvirt", &chosen)
 }
 
 /// Returns the root of the checkout that contains this folder.
@@ -179,6 +182,21 @@ mod tests {
             let why = kata_word(bad).unwrap_err().to_string();
             assert!(why.contains(part), "{bad}: {why}");
         }
+    }
+
+    #[test]
+    fn make_builds_the_images_in_the_checkout() {
+        let root = std::env::temp_dir().join(format!("peerpod-image-build-{}", std::process::id()));
+        let inside = root.join("podvm/vm-image");
+        std::fs::create_dir_all(&inside).unwrap();
+        std::fs::write(root.join(BUILDER), "").unwrap();
+        std::fs::write(root.join("Makefile"), "image:\n\techo $(KATA) >built\n").unwrap();
+        assert_eq!(build(&inside, "4.1.0").unwrap(), ExitCode::SUCCESS);
+        assert_eq!(std::fs::read_to_string(root.join("built")).unwrap(), "4.1.0\n");
+        std::fs::write(root.join("Makefile"), "image:\n\tfalse\n").unwrap();
+        let why = build(&inside, "4.1.0").unwrap_err().to_string();
+        assert!(why.contains("make image in") && why.contains("exit status: 2"), "{why}");
+        std::fs::remove_dir_all(&root).unwrap();
     }
 
     #[tokio::test]
