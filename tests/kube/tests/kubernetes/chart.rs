@@ -86,7 +86,7 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
         ("a dozen cases in VMs of libvirt", dozen),
         ("pods come and go (long runs only)", churn),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
-        ("an image that takes longer than every timeout, with its progress in Events", slow_image),
+        ("an image that takes longer than the shim waits, with its progress in Events", slow_image),
         ("a CSI driver with peerpod-csi before it", claims::install),
         ("a claim: the next pod reads the bytes", claims::next_pod),
         ("helm upgrade under an exec, a log, a copy and a volume: nothing is missing", upgrade),

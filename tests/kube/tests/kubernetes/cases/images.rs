@@ -19,6 +19,8 @@ use crate::node::{ADDRESS, SLOW, busybox};
 const FILE: usize = 40 << 20;
 /// Bytes of each step of a slow answer.
 const STEP: usize = 64 << 10;
+/// Time that the shim waits for the first pod's container.
+const SHIM: Duration = Duration::from_secs(15);
 /// Pods, by the program with the timeout that ends their first start.
 const PODS: [&str; 2] = ["shim", "kubelet"];
 
@@ -78,12 +80,15 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
     let large = LayerBuilder::new().file("large", 0o644, &vec![7; FILE]).build(Packing::Plain);
     case.node.store_image("slow:1", &[busybox(), large]);
     case.node.trust(SLOW)?;
-    // The whole image takes longer than kubelet waits.
-    let registry = SlowRegistry::start(case.node.request_timeout * 7 / 5 / (FILE / STEP) as u32)?;
+    // Emulated VMs have kubelet's default, which is minutes, and the first pod alone.
+    let (pods, longest) = match case.node.posts_events() {
+        true => (&PODS[..1], SHIM * 3),
+        false => (&PODS[..], case.node.request_timeout),
+    };
+    // The whole image takes longer than shim and kubelet wait for these pods.
+    let registry = SlowRegistry::start(longest * 7 / 5 / (FILE / STEP) as u32)?;
     let image = format!("{}/slow:1", registry.address);
-    // VMs that are emulated have kubelet's default, and the first pod alone.
-    let pods = if case.node.posts_events() { &PODS[..1] } else { &PODS[..] };
-    for (name, seconds) in pods.iter().zip([15, 600]) {
+    for (name, seconds) in pods.iter().zip([SHIM.as_secs(), 600]) {
         case.apply(&format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}, annotations:
                  {{io.katacontainers.config.runtime.create_container_timeout: '{seconds}'}}}},
