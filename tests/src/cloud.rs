@@ -96,12 +96,12 @@ pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
 }
 
 /// Drops a hundred creates of the first process after random times up to `longest`, and repeats each from the second one,
-/// as after a restart. Each key has one VM afterwards, and the cloud has no others. `disturb` gets the number of each
-/// create before it.
+/// as after a restart. `longest` follows the machine's speed. Each key has one VM afterwards, and the cloud has no others.
+/// `disturb` gets the number of each create before it.
 pub async fn drop_creates<P: Provider>(
     site: &impl TestCloud,
     [before, after]: [Arc<P>; 2],
-    longest: Duration,
+    mut longest: Duration,
     disturb: impl Fn(u32),
 ) {
     before.preflight().await.unwrap();
@@ -115,7 +115,13 @@ pub async fn drop_creates<P: Provider>(
         let sent = site.creates();
         let instant = longest.mul_f64(dice.roll(1_000_000) as f64 / 1e6);
         let answer = timeout(instant, before.create(&wish, &key)).await;
-        on_the_way += u32::from(answer.is_err() && site.creates() > sent);
+        let is_sent = site.creates() > sent;
+        on_the_way += u32::from(answer.is_err() && is_sent);
+        longest = match (&answer, is_sent) {
+            (Ok(_), _) => longest.mul_f64(0.9),
+            (Err(_), true) => longest,
+            (Err(_), false) => longest.mul_f64(1.1),
+        };
         let repeated = async {
             loop {
                 match after.create(&wish, &key).await {

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time limit for software emulation, on a machine that does other things as well.
@@ -104,6 +105,8 @@ pub(crate) struct Wanted {
 pub(crate) struct Vm {
     pub(crate) child: Child,
     console: Arc<Mutex<String>>,
+    /// Reads the console until QEMU ends.
+    reader: Option<JoinHandle<()>>,
     pub(crate) began: Instant,
 }
 
@@ -150,13 +153,13 @@ impl Vm {
             .expect("qemu-system-x86_64: scripts/setup installs it");
         let console = Arc::<Mutex<String>>::default();
         let (mut output, into) = (child.stdout.take().unwrap(), console.clone());
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             let mut part = [0; 4096];
             while let Ok(length @ 1..) = output.read(&mut part) {
                 into.lock().unwrap().push_str(&String::from_utf8_lossy(&part[..length]));
             }
         });
-        Vm { child, console, began: Instant::now() }
+        Vm { child, console, reader: Some(reader), began: Instant::now() }
     }
 
     pub(crate) fn console(&self) -> String {
@@ -180,12 +183,13 @@ impl Vm {
         }
     }
 
-    /// Waits until QEMU itself has ended, as it does when the machine is switched off.
+    /// Waits until QEMU itself has ended, as it does when the machine is switched off. The console is complete then.
     pub(crate) fn ends(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         while self.child.try_wait().unwrap().is_none() {
             assert!(Instant::now() < deadline, "the machine is still on:\n{}", self.console());
             std::thread::sleep(Duration::from_millis(20));
         }
+        self.reader.take().map(JoinHandle::join).transpose().unwrap();
     }
 }

@@ -142,14 +142,6 @@ impl Site {
             .collect()
     }
 
-    /// Ids of the machines with a claim of this installation.
-    pub fn claimed_by(&self, installation: &str) -> Vec<String> {
-        let is_ours = |machine: &Machine| {
-            machine.files().claim().is_some_and(|claim| claim["marks"]["installation"] == installation)
-        };
-        self.machines().filter(|machine| is_ours(machine)).map(|machine| machine.id()).collect()
-    }
-
     /// Machines that were given to two pods in one boot.
     pub fn doubles(&self) -> usize {
         self.machines().map(|machine| machine.doubles).sum()
