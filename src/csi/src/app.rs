@@ -45,7 +45,7 @@ pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow:
         Role::Node => Arc::new(NodeRole::start(config, &upstream, &metrics).await?),
     };
     let proxy = Arc::new(Proxy { upstream, role, metrics, patience: config.call_timeout });
-    let listener = server::bind(&config.endpoint)?;
+    let (listener, socket) = server::bind(&config.endpoint)?;
     let drain = Drain::default();
     let accepting = tokio::spawn(server::serve(listener, proxy, drain.clone()));
     drop(starting);
@@ -56,6 +56,7 @@ pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow:
     shutdown.wait().await;
     ready.not_ready("shutdown", "stopping");
     accepting.abort();
+    drop(socket);
     if let Err(busy) = drain.drain(DRAIN).await {
         warn!(%busy, "calls cut off");
     }

@@ -1,9 +1,6 @@
 //! Serves HTTP/2 on the socket of sidecars and kubelet, with limits on connections, streams and headers.
 
 use std::convert::Infallible;
-use std::fs::{self, Permissions};
-use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +12,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
+use peerpod_common::unix_socket::{self, Bound};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tracing::debug;
@@ -30,23 +28,15 @@ const STREAMS: u32 = 256;
 const PING_EVERY: Duration = Duration::from_secs(60);
 const PONG_WITHIN: Duration = Duration::from_secs(20);
 
-/// Listens on this path, and removes the socket of an earlier process. Only the process's own user may connect.
-pub(crate) fn bind(path: &Path) -> anyhow::Result<UnixListener> {
-    let failed = |why: io::Error| {
+/// Listens on this path in the place of an earlier process. Only the process's own user may connect. Dropping the name
+/// removes the socket.
+pub(crate) fn bind(path: &Path) -> anyhow::Result<(UnixListener, Bound)> {
+    unix_socket::bind(path).map_err(|why| {
         let path = path.display();
         anyhow!(
             "listen for CSI calls on {path}: {why}; choose another csi.endpoint or find the program that made it"
         )
-    };
-    match fs::symlink_metadata(path) {
-        Ok(there) if there.file_type().is_socket() => fs::remove_file(path).map_err(failed)?,
-        Ok(_) => return Err(failed(io::Error::other("there is a file that is no socket"))),
-        Err(why) if why.kind() == io::ErrorKind::NotFound => {}
-        Err(why) => return Err(failed(why)),
-    }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
-    Ok(listener)
+    })
 }
 
 /// Runs the accept loop until the task is aborted.

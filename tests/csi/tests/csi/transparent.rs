@@ -2,11 +2,12 @@
 
 #![cfg(test)]
 
+use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use peerpod_test_csi::grpc::Client;
-use peerpod_test_csi::{Driver, Folder, Wrapper, calls, long, report, sanity};
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls, eventually, long, report, sanity};
 
 /// Name, flags of the driver, flags of csi-sanity.
 type Row = (&'static str, Vec<&'static str>, Vec<String>);
@@ -150,6 +151,25 @@ async fn a_driver_that_is_away_is_unavailable_and_comes_back() -> Result<()> {
         drop(driver);
         assert_eq!(hanging.await??.code(), 14, "a call under way when the driver ends");
         assert_eq!(client.call(PROBE, &[b""], &[]).await?.code(), 14);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_wrapper_that_ends_removes_its_own_socket_alone() -> Result<()> {
+    let folder = Folder::new("socket")?;
+    for role in ["controller", "node"] {
+        for replaced in [false, true] {
+            let wrapper = Wrapper::start(role, &folder, &[])?;
+            let _successor = replaced.then(|| {
+                std::fs::remove_file(&wrapper.socket)?;
+                UnixListener::bind(&wrapper.socket)
+            });
+            wrapper.process.signal("TERM")?;
+            let (mut process, socket) = (wrapper.process, wrapper.socket);
+            eventually("the wrapper's end", || process.check().is_err())?;
+            assert_eq!(socket.exists(), replaced, "{role}");
+        }
     }
     Ok(())
 }
