@@ -40,7 +40,7 @@ const AT_ONCE: usize = 256;
 pub struct Events {
     socket: AsyncFd<OwnedFd>,
     /// Times of the first and the last change that were not returned yet.
-    heard: Option<(Instant, Instant)>,
+    pending: Option<(Instant, Instant)>,
 }
 
 impl Events {
@@ -58,7 +58,7 @@ impl Events {
     fn open(netns: &Netns, further: &[Group]) -> Result<Events, Error> {
         let failed = Error::netns("listen in", netns.path());
         let socket = netns.run(|| socket(further)).and_then(|made| made).map_err(&failed)?;
-        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
+        Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, pending: None })
     }
 
     /// Waits for a change, then takes further ones until none comes for `quiet`, or `at_most` has passed.
@@ -68,8 +68,8 @@ impl Events {
     /// # Errors
     /// When the socket fails; the namespace is no longer watched then.
     pub async fn settled(&mut self, quiet: Duration, at_most: Duration) -> io::Result<()> {
-        let (first, mut last) = match self.heard {
-            Some(heard) => heard,
+        let (first, mut last) = match self.pending {
+            Some(pending) => pending,
             None => {
                 self.next().await?;
                 let now = Instant::now();
@@ -78,21 +78,21 @@ impl Events {
         };
         let end = first + at_most;
         while last < end {
-            self.heard = Some((first, last));
+            self.pending = Some((first, last));
             match timeout_at((last + quiet).min(end), self.next()).await {
                 Ok(more) => more?,
                 Err(_) => break,
             }
             last = Instant::now();
         }
-        self.heard = None;
+        self.pending = None;
         Ok(())
     }
 
     async fn next(&mut self) -> io::Result<()> {
         loop {
             let mut ready = self.socket.readable().await?;
-            match ready.try_io(|ear| drain(ear.get_ref())) {
+            match ready.try_io(|socket| drain(socket.get_ref())) {
                 Ok(taken) => return taken,
                 Err(_would_block) => {}
             }
@@ -171,8 +171,8 @@ mod tests {
                 Some(change) => run(&netns, "tc", change),
                 None => ip(&netns, change),
             }
-            let heard = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
-            heard.unwrap_or_else(|_| panic!("no event: {change}")).unwrap();
+            let pending = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
+            pending.unwrap_or_else(|_| panic!("no event: {change}")).unwrap();
         }
         // IPv6 events of the kernel itself (duplicate address detection) may still come.
         while tokio::time::timeout(Duration::from_secs(3), events.next()).await.is_ok() {}

@@ -187,10 +187,10 @@ fn is_main(route: &Route) -> bool {
     route.table == MAIN_TABLE && matches!(route.kind, 0 | UNICAST)
 }
 
-pub(crate) fn covers(outer: Prefix, inner: Prefix) -> bool {
-    outer.0.is_ipv6() == inner.0.is_ipv6()
-        && outer.1 <= inner.1
-        && super::underlay::network(inner.0, outer.1) == super::underlay::network(outer.0, outer.1)
+pub(crate) fn covers(outside: Prefix, inner: Prefix) -> bool {
+    outside.0.is_ipv6() == inner.0.is_ipv6()
+        && outside.1 <= inner.1
+        && super::underlay::network(inner.0, outside.1) == super::underlay::network(outside.0, outside.1)
 }
 
 /// Parses a prefix, or an address alone.

@@ -33,7 +33,7 @@ const SAID_EVERY: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// TLS configuration for a new connection: with the guest's certificate, or without one for a claim.
-pub(crate) type Greeting = Arc<dyn Fn(bool) -> Option<Arc<rustls::ClientConfig>> + Send + Sync>;
+pub(crate) type ConfigSource = Arc<dyn Fn(bool) -> Option<Arc<rustls::ClientConfig>> + Send + Sync>;
 
 /// Newest connection of the node, and whether it carries the guest's certificate.
 #[derive(Default)]
@@ -57,9 +57,9 @@ impl Drop for Waiter {
 
 impl Waiter {
     /// Listens on the port of every address of the VM, in a task of its own.
-    pub(crate) fn new(port: u16, greeting: Greeting) -> Waiter {
+    pub(crate) fn new(port: u16, config_source: ConfigSource) -> Waiter {
         let arrived = Arc::<Arrived>::default();
-        let task = tokio::spawn(listen(port, greeting, arrived.clone())).abort_handle();
+        let task = tokio::spawn(listen(port, config_source, arrived.clone())).abort_handle();
         Waiter { arrived, task }
     }
 
@@ -80,7 +80,7 @@ impl Waiter {
     }
 }
 
-async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
+async fn listen(port: u16, config_source: ConfigSource, arrived: Arc<Arrived>) {
     let mut said = String::new();
     let listener = loop {
         match bind(port).await {
@@ -100,7 +100,7 @@ async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
         tokio::select! {
             (stream, peer) = acceptor.next(|| listener.accept()) => {
                 let with_certificate = arrived.with_certificate.load(Relaxed);
-                let Some(config) = greeting(with_certificate) else { continue };
+                let Some(config) = config_source(with_certificate) else { continue };
                 let arrived = arrived.clone();
                 // Never set: any host can answer a ClientHello, and the node is the only good peer.
                 let spoke = Arc::default();
@@ -175,8 +175,8 @@ mod tests {
                 }
             };
             let mut first = [0];
-            let greeted = tokio::io::AsyncReadExt::read_exact(&mut stream, &mut first);
-            timeout(Duration::from_secs(2), greeted)
+            let first_byte = tokio::io::AsyncReadExt::read_exact(&mut stream, &mut first);
+            timeout(Duration::from_secs(2), first_byte)
                 .await
                 .unwrap_or_else(|_| panic!("stranger {n}"))
                 .unwrap();

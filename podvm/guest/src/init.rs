@@ -314,12 +314,12 @@ impl Supervisor {
         let until_due = self.due.saturating_duration_since(Instant::now());
         let wait = if self.serve.is_none() { until_due.min(limit) } else { limit };
         let wait = PollTimeout::try_from(wait + Duration::from_millis(1))?;
-        let mut ears = vec![PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
+        let mut polled = vec![PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
         if let Some(machine) = &self.machine {
             let fds = machine.uevents.iter().map(Uevents::fd).chain(machine.buttons.fds());
-            ears.extend(fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+            polled.extend(fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
-        match poll(&mut ears, wait) {
+        match poll(&mut polled, wait) {
             Ok(_) | Err(Errno::EINTR) => Ok(()),
             Err(error) => Err(error.into()),
         }

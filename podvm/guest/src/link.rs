@@ -182,14 +182,14 @@ impl LinkSupervisor {
 
     fn waiter(&self, port: u16) -> Waiter {
         let (identity, pins) = (self.identity.clone(), self.user_data.node.ca_sha256.clone());
-        let greeting = move |with_certificate| {
+        let config_source = move |with_certificate| {
             let config = identity.lock().tls(&pins, with_certificate);
             let said = |error: &anyhow::Error| {
                 tracing::error!(error = format!("{error:#}"), "cannot make the TLS server for the node");
             };
             config.inspect_err(said).ok()
         };
-        let waiter = Waiter::new(port, Arc::new(greeting));
+        let waiter = Waiter::new(port, Arc::new(config_source));
         self.status.called.set();
         waiter
     }

@@ -130,13 +130,13 @@ pub(crate) async fn keep(status: Arc<Status>) {
             Err(error) => tracing::error!(error, "cannot look at the NICs"),
         }
         let quiet = if manager.shared.addressed.load(Relaxed) { QUIET } else { FIRST_QUIET };
-        let heard = async {
+        let received = async {
             match &mut events {
                 Some(events) => events.settled(quiet, AT_MOST).await,
                 None => std::future::pending().await,
             }
         };
-        if let Ok(Err(error)) = timeout(LOOK, heard).await {
+        if let Ok(Err(error)) = timeout(LOOK, received).await {
             tracing::error!(%error, "no longer receives changes of the NICs");
             events = None;
         }

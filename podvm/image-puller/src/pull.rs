@@ -97,7 +97,7 @@ async fn retried<T>(attempt: impl AsyncFn() -> Result<T, Error>) -> Result<T, Er
 /// Fetches and unpacks the missing layers; returns their number, and their bytes.
 async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
-    store.tidy(&ids);
+    store.remove_remains(&ids);
     // The maker of a layer holds its lock from the first byte on, so that concurrent pulls fetch shared layers once.
     // Locks are taken in the order of the layers, the lowest first, which excludes a deadlock.
     let missing: Vec<(usize, &Layer)> =

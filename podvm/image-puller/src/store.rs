@@ -114,7 +114,7 @@ impl Store {
     }
 
     /// Removes the remains of processes that were killed in the last moment from layers that are whole.
-    pub(crate) fn tidy(&self, ids: &[String]) {
+    pub(crate) fn remove_remains(&self, ids: &[String]) {
         for id in ids.iter().filter(|id| self.has(id)) {
             drop(fs::remove_file(self.blob(id)));
             self.abandon(id);

@@ -48,9 +48,9 @@ pub(crate) struct State {
     pub(crate) lane: Lane,
     endpoints: Vec<SocketAddr>,
     /// Whether a packet was received since the last tick, and one with content sealed since the last received one.
-    heard: bool,
+    received: bool,
     pub(crate) sent: bool,
-    heard_at: Instant,
+    received_at: Instant,
     /// Time of the last handshake that this end began, and whether a packet was received since.
     asked_at: Option<Instant>,
     answered: bool,
@@ -73,9 +73,9 @@ impl Peer {
             path: config.endpoints.first().map(at),
             lane: config.lane.clone(),
             endpoints: config.endpoints.clone(),
-            heard: false,
+            received: false,
             sent: false,
-            heard_at: now,
+            received_at: now,
             asked_at: None,
             answered: false,
         };
@@ -112,7 +112,7 @@ impl State {
     /// Processes an authenticated packet of the peer that came on this path; returns whether the peer was found at
     /// another address than before.
     pub(crate) fn proved(&mut self, path: &Path) -> bool {
-        (self.heard, self.answered, self.sent) = (true, true, false);
+        (self.received, self.answered, self.sent) = (true, true, false);
         let elsewhere = self.path.is_some_and(|known| known.peer != path.peer);
         // At the end that begins, the kernel chooses the source address, because the end's own address may change.
         // The other end must answer from the address that the packet was sent to, or a NAT drops the answer.
@@ -128,11 +128,11 @@ impl State {
 
     /// Returns whether to begin (anew) now: sent packets, or the last attempt, got no answer.
     pub(crate) fn is_deaf(&mut self, now: Instant) -> bool {
-        if std::mem::take(&mut self.heard) || !self.sent {
-            self.heard_at = now;
+        if std::mem::take(&mut self.received) || !self.sent {
+            self.received_at = now;
         }
         let asked_lately = self.asked_at.is_some_and(|at| now.saturating_duration_since(at) < ATTEMPT);
-        let silent = self.sent && now.saturating_duration_since(self.heard_at) >= SILENCE;
+        let silent = self.sent && now.saturating_duration_since(self.received_at) >= SILENCE;
         self.begins() && !asked_lately && (silent || !self.answered)
     }
 

@@ -95,17 +95,17 @@ impl Spots {
 pub(crate) fn follow(alibaba: Arc<Alibaba>) -> BoxStream<'static, ProviderEvent> {
     let looks = stream::unfold(alibaba, |alibaba| async move {
         tokio::time::sleep(alibaba.config.spot_watch).await;
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for ids in alibaba.spots.ids().chunks(MOST) {
             match inspect(&alibaba, ids).await {
-                Ok(events) => heard.extend(events),
+                Ok(events) => received.extend(events),
                 Err(error) => tracing::warn!(
                     vms = ids.len(),
                     "cannot find out whether Alibaba Cloud takes spot VMs back: {error}"
                 ),
             }
         }
-        Some((heard, alibaba))
+        Some((received, alibaba))
     });
     looks.flat_map(stream::iter).boxed()
 }

@@ -171,8 +171,7 @@ impl Connection {
     async fn connected(&self, deadline: Instant) -> Result<Infallible, Error> {
         let (socket, mut handle) = self.dial(deadline).await?;
         let stub = ProviderClient::new(ttrpc::r#async::Client::new(socket));
-        let greeted = self.greet(&stub, deadline).await;
-        if let Err(error) = greeted {
+        if let Err(error) = self.handshake(&stub, deadline).await {
             return Err(match handle.end() {
                 Some(end) if matches!(error, Error::Transient { .. }) => self.broken(&end),
                 _ => error,
@@ -201,7 +200,7 @@ impl Connection {
         Error::transient(format!("connection to {who}: {why}; see its log, and start it again"))
     }
 
-    async fn greet(&self, stub: &ProviderClient, deadline: Instant) -> Result<(), Error> {
+    async fn handshake(&self, stub: &ProviderClient, deadline: Instant) -> Result<(), Error> {
         let request = wire::HandshakeRequest {
             oldest_version: convert::VERSION,
             newest_version: convert::VERSION,

@@ -243,7 +243,7 @@ impl Provider for External {
         let following = Following {
             connection: Arc::downgrade(&self.connection),
             cursor: String::new(),
-            heard: VecDeque::new(),
+            received: VecDeque::new(),
         };
         self.known().capabilities.events.then(|| stream::unfold(following, Following::next).boxed())
     }
@@ -325,14 +325,14 @@ impl Console for External {
 struct Following {
     connection: Weak<Connection>,
     cursor: String,
-    heard: VecDeque<ProviderEvent>,
+    received: VecDeque<ProviderEvent>,
 }
 
 impl Following {
     async fn next(mut self) -> Option<(ProviderEvent, Following)> {
         let mut backoff = Backoff::new(SHORTEST_PAUSE, LONGEST_PAUSE);
         loop {
-            if let Some(event) = self.heard.pop_front() {
+            if let Some(event) = self.received.pop_front() {
                 return Some((event, self));
             }
             let asked = Instant::now();
@@ -346,7 +346,7 @@ impl Following {
             match answer {
                 Ok(answer) if answer.cursor.len() <= wire::MARK => {
                     self.cursor = answer.cursor;
-                    self.heard.extend(answer.events.into_iter().filter_map(wire::event_from));
+                    self.received.extend(answer.events.into_iter().filter_map(wire::event_from));
                     sleep(backoff.pause().saturating_sub(asked.elapsed())).await;
                 }
                 Ok(_) => sleep(EVENTS_PAUSE).await,

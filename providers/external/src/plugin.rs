@@ -22,18 +22,18 @@ use tokio::process::{Child, ChildStdin, Command};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use forward::{LastWords, forward};
+use forward::{LastLines, forward};
 
 /// Environment variable that gives a provider's program the path of its socket.
 pub const SOCKET_VARIABLE: &str = "PEERPOD_PROVIDER_SOCKET";
 /// Longest time for a killed process to disappear, and for a provider that was just closed to release its socket.
-const DEATH: Duration = Duration::from_secs(5);
+const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two attempts to lock a socket.
 const LOOK: Duration = Duration::from_millis(50);
 /// Suffix of the lock file beside the socket. The file is locked while a process keeps its program on the socket.
 const LOCK: &str = ".lock";
 /// Time to wait for the last output after the end of the program, because its children may hold the pipe.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const OUTPUT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Process that serves the provider.
 pub(crate) struct Plugin {
@@ -42,7 +42,7 @@ pub(crate) struct Plugin {
     /// Its end shows the program that this process is gone.
     _stdin: Option<ChildStdin>,
     readers: JoinSet<()>,
-    words: LastWords,
+    words: LastLines,
     /// Last field: until the program is killed, no other process may take it for an abandoned one.
     _lock: File,
 }
@@ -79,7 +79,7 @@ impl Plugin {
         let mut child = command
             .spawn()
             .map_err(|error| Error::invalid(format!("start the provider's program {program}: {error}")))?;
-        let (words, mut readers) = (LastWords::default(), JoinSet::new());
+        let (words, mut readers) = (LastLines::default(), JoinSet::new());
         if let Some(stdout) = child.stdout.take() {
             readers.spawn(forward(stdout, "stdout", program.clone(), words.clone()));
         }
@@ -96,7 +96,7 @@ impl Plugin {
         let status = self.child.wait().await;
         let all = async { while self.readers.join_next().await.is_some() {} };
         // A timeout is no error: later output belongs to another process that holds the pipe.
-        drop(timeout(LAST_WORDS, all).await);
+        drop(timeout(OUTPUT_TIMEOUT, all).await);
         let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
         let words =
             self.words.lock().as_ref().map(|words| format!("; its last output: {words}")).unwrap_or_default();
@@ -105,7 +105,7 @@ impl Plugin {
 
     /// Returns the end of the process, if that broke the connection. The end is visible a moment later.
     pub(crate) async fn just_ended(&mut self) -> Option<Error> {
-        timeout(LAST_WORDS * 2, self.ended()).await.ok()
+        timeout(OUTPUT_TIMEOUT * 2, self.ended()).await.ok()
     }
 
     pub(crate) async fn kill(mut self) {
@@ -113,7 +113,7 @@ impl Plugin {
             // The process ended before.
             tracing::debug!(program = self.program, %error, "provider's program not killed");
         }
-        match timeout(DEATH, self.ended()).await {
+        match timeout(END_TIMEOUT, self.ended()).await {
             Ok(how) => tracing::debug!("{how}"),
             Err(_) => tracing::warn!(program = self.program, "the provider's program does not end"),
         }
@@ -133,7 +133,7 @@ async fn lock(socket: &Path) -> Result<File, Error> {
     path.push(LOCK);
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
     let file = file.map_err(|error| failed("make a lock beside", socket, &error))?;
-    let deadline = Instant::now() + DEATH;
+    let deadline = Instant::now() + END_TIMEOUT;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(file),
@@ -189,7 +189,7 @@ async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
         return Err(not_ours(pid));
     }
     let gone = tokio::task::spawn_blocking(move || {
-        let limit = Timespec { tv_sec: DEATH.as_secs() as i64, tv_nsec: 0 };
+        let limit = Timespec { tv_sec: END_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
         poll(&mut [PollFd::new(&handle, PollFlags::IN)], Some(&limit))
     });
     match gone.await.map_err(io::Error::other)? {

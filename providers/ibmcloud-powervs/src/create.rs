@@ -3,7 +3,7 @@
 //! **One VM per key**, on a cloud without idempotent calls and unique names. The VM's name follows from owner and key.
 //! Before a POST the list must lack the name: twice, some seconds apart, if an earlier POST for it may be on its way. That
 //! is so after an answer that was lost or not awaited, and in the first minute of a process. After the POST the list must
-//! show the VM; it then shows each earlier one, too. Of several, the oldest counts, and the others go (`twins.rs`). The
+//! show the VM; it then shows each earlier one, too. Of several, the oldest counts, and the others go (`duplicates.rs`). The
 //! tags show whether the same request made the VM.
 //!
 //! **Decision.** PowerVS accepts a POST and builds the VM for minutes. A VM in the status `ERROR` is refused.
@@ -21,9 +21,9 @@ use crate::PowerVs;
 use crate::body::body;
 use crate::client::{Power, call};
 use crate::config::is_name;
+use crate::duplicates;
 use crate::refusal::REFUSALS;
 use crate::size::VmSize;
-use crate::twins;
 use crate::vms::{self, Vm, VmState};
 
 /// Action that makes a VM.
@@ -102,7 +102,7 @@ impl Launch<'_> {
         let found = self.power_vs.tags.of_all(self.power, seen, &what, self.until).await?;
         let is_clear = found.len() == count && found.iter().all(|(_, marks)| marks.key.is_some());
         let ours = found.into_iter().filter(|(_, marks)| marks.are_of(&self.power_vs.owner)).collect();
-        let Some(((vm, marks), others)) = twins::choose(ours) else {
+        let Some(((vm, marks), others)) = duplicates::choose(ours) else {
             return if is_clear {
                 Ok(None)
             } else {
@@ -116,7 +116,7 @@ impl Launch<'_> {
                 "{what}: its key was used before with another request, which made {name}; this is a bug in Peerpod, report it"
             )));
         }
-        twins::remove(self.power, &others).await?;
+        duplicates::remove(self.power, &others).await?;
         Ok(Some(vm))
     }
 

@@ -2,7 +2,7 @@
 //!
 //! * `config.rs` holds the settings; `size.rs` the size of a VM, in quarters of a core.
 //! * `create.rs` makes VMs. PowerVS has neither idempotent calls nor unique names, so it looks by name before and after
-//!   each POST; `twins.rs` chooses one of several VMs of one name. `body.rs` builds the POST.
+//!   each POST; `duplicates.rs` chooses one of several VMs of one name. `body.rs` builds the POST.
 //! * `vms.rs` lists and looks up VMs, and reads their tags once; `leases.rs` finds addresses that DHCP gives.
 //! * `client.rs` makes every call; `refusal.rs` is the table of refusals.
 //!
@@ -12,12 +12,12 @@ mod body;
 mod client;
 pub mod config;
 mod create;
+mod duplicates;
 mod leases;
 mod preflight;
 mod provider;
 mod refusal;
 mod size;
-mod twins;
 mod vms;
 
 pub use config::PowerVsConfig;

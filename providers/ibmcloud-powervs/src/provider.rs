@@ -19,8 +19,8 @@ use tokio::time::Instant;
 use crate::client::{self, Power};
 use crate::config::{PowerVsConfig, is_name};
 use crate::create::{Launch, Unclear};
+use crate::duplicates;
 use crate::leases::{self, LeaseLookup};
-use crate::twins;
 use crate::vms::{self, Tags, Vm, VmLookup, VmState};
 
 /// User-data limit before base64 ("63K" in IBM's description of the API).
@@ -135,13 +135,14 @@ impl PowerVs {
             }
         }
         let mut owned = Vec::new();
-        for ((first, marks), twins) in by_name.into_values().filter_map(twins::choose) {
+        for ((first, marks), duplicates) in by_name.into_values().filter_map(duplicates::choose) {
             owned.extend(first.owned(&marks, self.config.use_public_ip));
-            twins::remove(power, &twins).await?;
+            duplicates::remove(power, &duplicates).await?;
             // Without a key: no pod may join it.
             let going = Marks { node: marks.node, ..Marks::default() };
-            let twins = twins.iter().filter_map(|(vm, _)| vm.owned(&going, self.config.use_public_ip));
-            owned.extend(twins.map(|one| Owned { state: OwnedState::Deleting, ..one }));
+            let duplicates =
+                duplicates.iter().filter_map(|(vm, _)| vm.owned(&going, self.config.use_public_ip));
+            owned.extend(duplicates.map(|one| Owned { state: OwnedState::Deleting, ..one }));
         }
         Ok(owned)
     }

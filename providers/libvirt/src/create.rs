@@ -85,7 +85,7 @@ impl Shared {
     }
 
     fn size(&self, request: &CreateRequest) -> (u32, u64) {
-        let or = |wish: u64, default: u64| if wish == 0 { default } else { wish };
+        let or = |value: u64, default: u64| if value == 0 { default } else { value };
         let vcpus = or(request.size.vcpus.into(), self.config.vcpus.into());
         (
             u32::try_from(vcpus).unwrap_or(u32::MAX),

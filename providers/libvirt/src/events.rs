@@ -32,21 +32,21 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 /// Returns the events from now on; the stream ends with the provider.
 pub(crate) fn stream(shared: &Arc<Shared>) -> BoxStream<'static, ProviderEvent> {
-    let heard = shared.ended.subscribe();
+    let events = shared.ended.subscribe();
     // The first listener starts the one task that listens to libvirtd; later listeners share its events.
     if shared.ended.receiver_count() == 1 {
         tokio::spawn(listen(Arc::downgrade(shared)));
     }
-    let next = |mut heard: broadcast::Receiver<ProviderEvent>| async move {
+    let next = |mut events: broadcast::Receiver<ProviderEvent>| async move {
         loop {
-            match heard.recv().await {
-                Ok(event) => return Some((event, heard)),
+            match events.recv().await {
+                Ok(event) => return Some((event, events)),
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return None,
             }
         }
     };
-    stream::unfold(heard, next).boxed()
+    stream::unfold(events, next).boxed()
 }
 
 /// Returns the changes of libvirtd's health from now on, which the task that listens to libvirtd notices.

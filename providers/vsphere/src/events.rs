@@ -38,21 +38,21 @@ pub(crate) fn channel() -> broadcast::Sender<ProviderEvent> {
 
 /// Returns the events from now on; the stream ends with the provider.
 pub(crate) fn stream(vsphere: &Arc<Vsphere>) -> BoxStream<'static, ProviderEvent> {
-    let heard = vsphere.ended.subscribe();
+    let events = vsphere.ended.subscribe();
     // The first listener starts the one task that waits; later listeners share its events.
     if vsphere.ended.receiver_count() == 1 {
         tokio::spawn(listen(Arc::downgrade(vsphere)));
     }
-    let next = |mut heard: broadcast::Receiver<ProviderEvent>| async move {
+    let next = |mut events: broadcast::Receiver<ProviderEvent>| async move {
         loop {
-            match heard.recv().await {
-                Ok(event) => return Some((event, heard)),
+            match events.recv().await {
+                Ok(event) => return Some((event, events)),
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return None,
             }
         }
     };
-    stream::unfold(heard, next).boxed()
+    stream::unfold(events, next).boxed()
 }
 
 /// A VM of this node, as the last event showed it.

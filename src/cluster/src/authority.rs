@@ -164,10 +164,10 @@ impl State {
     fn signs(&self, policy: &Policy, now: SystemTime) -> Option<usize> {
         let at = seconds(now);
         let usable = |ca: &Ca| ca.not_after > at && !ca.key.is_empty();
-        let heard = |ca: &Ca| {
+        let settled = |ca: &Ca| {
             ca.published.is_some_and(|published| published.saturating_add(policy.settle.as_secs()) <= at)
         };
-        self.cas.iter().rposition(|ca| usable(ca) && heard(ca)).or_else(|| self.cas.iter().position(usable))
+        self.cas.iter().rposition(|ca| usable(ca) && settled(ca)).or_else(|| self.cas.iter().position(usable))
     }
 }
 

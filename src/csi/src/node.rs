@@ -177,7 +177,7 @@ impl NodeRole {
         let turn = self.0.turns.lock(&volume).await;
         let Some(publication) = self.at(volume.clone(), request.target_path.into()).await? else {
             // An earlier process that was killed may have left its folder.
-            self.on_disk("remove old files", move |inner| inner.files.tidy(&volume)).await?;
+            self.on_disk("remove old files", move |inner| inner.files.remove_unused(&volume)).await?;
             drop(turn);
             return call.pass(None).await;
         };

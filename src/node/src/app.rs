@@ -363,7 +363,7 @@ impl Parts {
 
     /// Starts the rotation of the CA.
     fn rotate(&self, tasks: &mut Tasks, config: &NodeConfig, sandboxes: Sandboxes) {
-        let (every, patience) = (config.ca_roll_over, config.ca_follow_timeout);
+        let (every, patience) = (config.ca_rotation, config.ca_follow_timeout);
         let rotation = rotate::run(self.trust.clone(), self.relay.clone(), sandboxes, every, patience);
         spawn(tasks, "rotation of the CA", rotation);
     }
@@ -531,12 +531,13 @@ mod tests {
 
     #[tokio::test]
     async fn the_node_is_not_ready_while_the_provider_cannot_work() {
-        let (say, heard) = mpsc::channel(1);
-        let health = stream::unfold(heard, |mut heard| async move { Some((heard.recv().await?, heard)) });
+        let (sender, receiver) = mpsc::channel(1);
+        let health =
+            stream::unfold(receiver, |mut receiver| async move { Some((receiver.recv().await?, receiver)) });
         let ready = Ready::default();
         let reporting = tokio::spawn(report_provider(Some(health.boxed()), ready.clone()));
         for round in 0..2 {
-            say.send(Some("libvirtd closed the connection".to_owned())).await.unwrap();
+            sender.send(Some("libvirtd closed the connection".to_owned())).await.unwrap();
             while ready.waiting().is_empty() {
                 tokio::task::yield_now().await;
             }
@@ -545,7 +546,7 @@ mod tests {
                 why, "libvirtd closed the connection: no pod can start; running pods go on",
                 "{round}"
             );
-            say.send(None).await.unwrap();
+            sender.send(None).await.unwrap();
             while !ready.waiting().is_empty() {
                 tokio::task::yield_now().await;
             }

@@ -33,7 +33,7 @@ const MOST_BATCH: u32 = 1000;
 const MOST_GUEST_MEMORY: u64 = 1 << 20;
 
 /// Interval of the rotation of the node's CA, with which guests get new certificates: half of the validity of these.
-const CA_ROLL_OVER: Duration = Duration::from_secs(180 * 86_400);
+const CA_ROTATION: Duration = Duration::from_secs(180 * 86_400);
 /// Time that a step of the CA's rotation waits for guests that do not follow.
 const CA_FOLLOW_TIMEOUT: Duration = Duration::from_secs(7 * 86_400);
 /// Age at which a VM of this node without a record is deleted: longer than clouds hide a new VM from their lists.
@@ -60,7 +60,7 @@ pub struct NodeConfig {
     pub(crate) otlp_endpoint: Option<String>,
     pub(crate) ca_follow_timeout: Duration,
     pub(crate) orphan_grace: Duration,
-    pub(crate) ca_roll_over: Duration,
+    pub(crate) ca_rotation: Duration,
     /// `node.guest-memory-mib`; `None`: the provider's figure.
     pub(crate) guest_memory_mib: Option<u64>,
     /// `node.batch`: whether one call may create the VMs of sandboxes that want the same VM at the same moment.
@@ -161,7 +161,7 @@ impl NodeConfig {
                 CA_FOLLOW_TIMEOUT,
             ),
             orphan_grace: reader.constant("node.orphan-grace", "ORPHAN_GRACE", ORPHAN_GRACE),
-            ca_roll_over: reader.constant("node.ca-roll-over", "CA_ROLL_OVER", CA_ROLL_OVER),
+            ca_rotation: reader.constant("node.ca-roll-over", "CA_ROTATION", CA_ROTATION),
             guest_memory_mib: reader.optional(
                 "node.guest-memory-mib",
                 "memory in MiB that a pod's VM has besides the pod's own, for the guest; when not set, the \

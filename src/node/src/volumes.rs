@@ -242,12 +242,12 @@ impl Volumes {
         }
         let known = self.pods.as_ref().map(|pods| pods(&pod.namespace, &pod.name)).unwrap_or_default();
         // A recorded pod that is not known and had no VM yet may be the one that starts: the watch lags behind kubelet.
-        let mut unheard = false;
+        let mut unread = false;
         for uid in recorded.iter().filter(|uid| !known.contains(uid)) {
-            unheard |= self.records.vm(uid).map_err(|error| error.to_string())?.is_none();
+            unread |= self.records.vm(uid).map_err(|error| error.to_string())?.is_none();
         }
         match (&known[..], &recorded[..]) {
-            ([one], _) if !unheard => Ok(Some(one.clone())),
+            ([one], _) if !unread => Ok(Some(one.clone())),
             ([], [one]) => Ok(Some(one.clone())),
             (known, recorded) => {
                 let mut all: Vec<&str> = known.iter().chain(recorded).map(String::as_str).collect();

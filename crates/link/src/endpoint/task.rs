@@ -84,7 +84,7 @@ struct Link {
     /// Whether bytes were sent or received since the last heartbeat.
     sent: bool,
     received: bool,
-    heard: Instant,
+    received_at: Instant,
     beat: Instant,
 }
 

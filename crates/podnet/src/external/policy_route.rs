@@ -24,17 +24,17 @@ const PRIORITY: u32 = 0x70;
 /// Table byte in the header for a number that does not fit.
 const ELSEWHERE: u8 = 252;
 
-/// Routes packets that arrive by `door` out by `nic`, in the families for which it has a gateway. May be repeated.
-pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Result<(), Error> {
+/// Routes packets that arrive by `outside` out by `nic`, in the families for which it has a gateway. May be repeated.
+pub(super) fn make(host: &mut Client, outside: &str, nic: &UnderlayDevice) -> Result<(), Error> {
     for v6 in [false, true] {
         let gateway = nic.gateways.iter().find(|gateway| gateway.is_ipv6() == v6 && nic.has(v6));
         let Some(gateway) = gateway else {
-            remove_family(host, door, v6)?;
+            remove_family(host, outside, v6)?;
             continue;
         };
         let attempt = || Error::kernel(format!("route the pod out through {} and {gateway}", nic.name));
         host.tell(NLM_F_CREATE | NLM_F_REPLACE, route(nic.index, *gateway)?).map_err(attempt())?;
-        match host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(rule(door, v6))) {
+        match host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(rule(outside, v6))) {
             Err(e) if e.errno() != Some(Errno::EEXIST) => return Err(attempt()(e)),
             _ => {}
         }
@@ -43,16 +43,16 @@ pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Resul
 }
 
 /// Undoes [`make`]. A missing rule or route is no error.
-pub(super) fn remove(host: &mut Client, door: &str) -> Result<(), Error> {
-    remove_family(host, door, false).and(remove_family(host, door, true))
+pub(super) fn remove(host: &mut Client, outside: &str) -> Result<(), Error> {
+    remove_family(host, outside, false).and(remove_family(host, outside, true))
 }
 
-fn remove_family(host: &mut Client, door: &str, v6: bool) -> Result<(), Error> {
+fn remove_family(host: &mut Client, outside: &str, v6: bool) -> Result<(), Error> {
     let mut routes = RouteMessage::default();
     routes.header.address_family = of(v6);
     routes.header.table = ELSEWHERE;
     routes.attributes.push(RouteAttribute::Table(TABLE));
-    for message in [RouteNetlinkMessage::DelRule(rule(door, v6)), RouteNetlinkMessage::DelRoute(routes)] {
+    for message in [RouteNetlinkMessage::DelRule(rule(outside, v6)), RouteNetlinkMessage::DelRoute(routes)] {
         match host.tell(0, message) {
             Err(e) if !is_gone(&e) => return Err(Error::kernel("remove the pod's policy route")(e)),
             _ => {}
@@ -76,14 +76,14 @@ fn route(nic: u32, gateway: IpAddr) -> Result<RouteNetlinkMessage, Error> {
     Ok(RouteNetlinkMessage::NewRoute(route.table_id(TABLE).output_interface(nic).build()))
 }
 
-fn rule(door: &str, v6: bool) -> RuleMessage {
+fn rule(outside: &str, v6: bool) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = of(v6);
     message.header.table = ELSEWHERE;
     message.header.action = RuleAction::ToTable;
     message.attributes = vec![
         RuleAttribute::Priority(PRIORITY),
-        RuleAttribute::Iifname(door.to_owned()),
+        RuleAttribute::Iifname(outside.to_owned()),
         RuleAttribute::Table(TABLE),
         RuleAttribute::Protocol(RouteProtocol::Static),
     ];

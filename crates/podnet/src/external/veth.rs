@@ -21,9 +21,9 @@ use crate::underlay::{self, UnderlayDevice};
 use crate::vxlan::no_v6_address;
 use crate::{Error, vxlan};
 
-const DOOR: &str = "pp-ext";
+const OUTSIDE: &str = "pp-ext";
 pub(crate) const INSIDE: &str = "pp-ext0";
-const DOOR_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 0];
+const OUTSIDE_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 0];
 const INSIDE_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 1];
 /// Gateways that exist only in the pair's own neighbour entries; no program ever resolves them.
 const GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(169, 254, 1, 1));
@@ -70,7 +70,7 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     let pod: Vec<IpAddr> =
         external.pod.iter().copied().filter(|address| if address.is_ipv6() { v6 } else { v4 }).collect();
 
-    let there = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))?;
+    let there = link::by_name(host, OUTSIDE).map_err(Error::kernel(format!("look for {OUTSIDE}")))?;
     let ours = match there.as_ref().and_then(|link| link.alias.as_deref()?.strip_prefix(ALIAS)) {
         Some(switched) => (switched.contains('4'), switched.contains('6')),
         // Only this module uses that name. A half-made pair has no alias, and changed no sysctl.
@@ -78,15 +78,15 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     };
     // The VM's own networks, and destinations that it reaches without a router from an address without a network.
     let own = uplinks.iter().flat_map(|uplink| uplink.addresses.iter().chain(&uplink.near));
-    let wall = EgressFirewall {
-        door: DOOR.to_owned(),
+    let firewall = EgressFirewall {
+        outside: OUTSIDE.to_owned(),
         pod: pod.clone(),
         uplinks: names.clone(),
         allow: external.allow.clone(),
         deny: external.denied(own.map(|(address, prefix)| underlay::network(*address, *prefix))),
         alone: ours,
     };
-    wall.raise(&mut Client::netfilter().map_err(Error::socket)?)?;
+    firewall.raise(&mut Client::netfilter().map_err(Error::socket)?)?;
 
     let netns = Netns::open(podns)?;
     let inside = &mut netns.netlink()?;
@@ -96,8 +96,8 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     }
     furnish(host, inside, &pod, mtu)?;
     match out.first().filter(|_| external.second) {
-        Some(nic) => policy_route::make(host, DOOR, nic)?,
-        None => policy_route::remove(host, DOOR)?,
+        Some(nic) => policy_route::make(host, OUTSIDE, nic)?,
+        None => policy_route::remove(host, OUTSIDE)?,
     }
     forward(v4, v6, &names, &uplinks)?;
     Ok(Applied { v4, v6, uplinks: names })
@@ -109,12 +109,13 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
 /// The first failure. The remaining steps are still tried, unless the VM's devices cannot be read.
 pub fn undo() -> Result<(), Error> {
     let host = &mut Client::route().map_err(Error::socket)?;
-    let Some(door) = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))? else {
-        return raze(); // a crash may leave the firewall without the pair
+    let Some(outside) = link::by_name(host, OUTSIDE).map_err(Error::kernel(format!("look for {OUTSIDE}")))?
+    else {
+        return remove(); // a crash may leave the firewall without the pair
     };
-    let detour = policy_route::remove(host, DOOR);
-    let switched = door.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)).unwrap_or_default();
-    let removed = vxlan::remove(host, door.index);
+    let rule = policy_route::remove(host, OUTSIDE);
+    let switched = outside.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)).unwrap_or_default();
+    let removed = vxlan::remove(host, outside.index);
     let mut off = Ok(());
     if switched.contains('4') {
         for uplink in underlay::inspect(host)? {
@@ -124,12 +125,12 @@ pub fn undo() -> Result<(), Error> {
     if switched.contains('6') {
         off = off.and(switch("ipv6/conf/all/forwarding", "0"));
     }
-    detour.and(removed).and(off).and(raze())
+    rule.and(removed).and(off).and(remove())
 }
 
-fn raze() -> Result<(), Error> {
+fn remove() -> Result<(), Error> {
     match Client::netfilter() {
-        Ok(mut client) => egress_firewall::raze(&mut client),
+        Ok(mut client) => egress_firewall::remove(&mut client),
         Err(_) => Ok(()), // no netfilter, no table
     }
 }
@@ -141,9 +142,10 @@ fn is_there(inside: &mut Client) -> Result<bool, Error> {
 
 /// Makes both ends, down and without an automatic IPv6 address. The alias comes last: it marks the pair as complete.
 fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool)) -> Result<(), Error> {
-    let attempt = || Error::kernel(format!("make the veth pair {DOOR} and {INSIDE} of the external network"));
+    let attempt =
+        || Error::kernel(format!("make the veth pair {OUTSIDE} and {INSIDE} of the external network"));
     for client in [&mut *host, &mut *inside] {
-        for name in [DOOR, INSIDE] {
+        for name in [OUTSIDE, INSIDE] {
             if let Some(half) = link::by_name(client, name).map_err(attempt())? {
                 vxlan::remove(client, half.index)?;
             }
@@ -151,18 +153,18 @@ fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool
     }
     let peer =
         LinkUnspec::new_with_name(INSIDE).address(INSIDE_MAC.to_vec()).setns_by_fd(netns.as_fd().as_raw_fd());
-    let pair = LinkVeth::new(DOOR, INSIDE)
-        .address(DOOR_MAC.to_vec())
+    let pair = LinkVeth::new(OUTSIDE, INSIDE)
+        .address(OUTSIDE_MAC.to_vec())
         .set_info_data(InfoData::Veth(InfoVeth::Peer(peer.build())));
     host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(pair.build())).map_err(attempt())?;
-    let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
-    for (client, index) in [(&mut *host, door), (&mut *inside, own)] {
+    let (outside, own) = (index(host, OUTSIDE)?, index(inside, INSIDE)?);
+    for (client, index) in [(&mut *host, outside), (&mut *inside, own)] {
         // A kernel without IPv6 has nothing to switch off.
         drop(client.tell(0, no_v6_address(index)));
     }
     let mut alias = ALIAS.to_owned();
     alias.extend([(ours.0, '4'), (ours.1, '6')].iter().filter(|(on, _)| *on).map(|(_, mark)| mark));
-    host.tell(0, link::set(LinkUnspec::new_with_index(door).alias(alias))).map_err(attempt())
+    host.tell(0, link::set(LinkUnspec::new_with_index(outside).alias(alias))).map_err(attempt())
 }
 
 fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
@@ -172,22 +174,22 @@ fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
 }
 
 fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> Result<(), Error> {
-    let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
+    let (outside, own) = (index(host, OUTSIDE)?, index(inside, INSIDE)?);
     let up = |index| link::set(LinkUnspec::new_with_index(index).up().mtu(mtu));
-    let mut out = vec![(0, up(door))];
+    let mut out = vec![(0, up(outside))];
     for address in pod {
-        out.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(door, *address, INSIDE_MAC)));
-        out.push((NLM_F_CREATE | NLM_F_REPLACE, route_to_pod(door, *address)?));
+        out.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(outside, *address, INSIDE_MAC)));
+        out.push((NLM_F_CREATE | NLM_F_REPLACE, route_to_pod(outside, *address)?));
     }
     let mut back = vec![(0, up(own))];
     for (gateway, v6) in [(GATEWAY, false), (GATEWAY_V6, true)] {
         // The pod's first address of the family is its source address.
         let Some(source) = pod.iter().find(|address| address.is_ipv6() == v6) else { continue };
-        back.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(own, gateway, DOOR_MAC)));
+        back.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(own, gateway, OUTSIDE_MAC)));
         // Replaces the tunnel's default route, which a running pod may already have.
         back.push((NLM_F_CREATE | NLM_F_REPLACE, default_route(own, gateway, *source)?));
     }
-    for (client, messages, what) in [(host, out, DOOR), (inside, back, INSIDE)] {
+    for (client, messages, what) in [(host, out, OUTSIDE), (inside, back, INSIDE)] {
         let answers = client.batch(&messages).map_err(Error::kernel(format!("set {what} up")))?;
         for (step, answer) in answers.into_iter().enumerate() {
             match answer {
@@ -226,7 +228,7 @@ fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> Result<RouteNet
 /// the firewall drops foreign packets). A forwarding host ignores router advertisements unless `accept_ra` is 2.
 fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[UnderlayDevice]) -> Result<(), Error> {
     if v4 {
-        for name in out.iter().map(String::as_str).chain([DOOR]) {
+        for name in out.iter().map(String::as_str).chain([OUTSIDE]) {
             switch(&format!("ipv4/conf/{name}/forwarding"), "1")?;
         }
     }

@@ -3,10 +3,10 @@
 //!
 //! ```text
 //! table inet peerpod-external {
-//!   chain in      { hook input;    iifname DOOR drop }                         # nothing of the VM itself is reached
-//!   chain forward { hook forward;  iifname DOOR  saddr of the pod  goto from   # packets of the pod only
-//!                                  iifname DOOR  drop
-//!                                  oifname DOOR  ct state established,related accept;  oifname DOOR drop
+//!   chain in      { hook input;    iifname OUTSIDE drop }                         # nothing of the VM itself is reached
+//!   chain forward { hook forward;  iifname OUTSIDE  saddr of the pod  goto from   # packets of the pod only
+//!                                  iifname OUTSIDE  drop
+//!                                  oifname OUTSIDE  ct state established,related accept;  oifname OUTSIDE drop
 //!                                  nfproto FAMILY drop }                       # if forwarding is on for the pod only
 //!   chain from    { daddr ALLOWED accept ...;  daddr DENIED drop ...;  oifname UPLINK accept;  drop }
 //!   chain nat     { hook postrouting, srcnat;  saddr of the pod  oifname UPLINK  masquerade }
@@ -48,7 +48,7 @@ pub type Prefix = (IpAddr, u8);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EgressFirewall {
     /// Name of the VM's end of the veth pair.
-    pub door: String,
+    pub outside: String,
     /// The pod's addresses.
     pub pod: Vec<IpAddr>,
     /// Names of the VM's devices that lead out.
@@ -72,7 +72,7 @@ impl EgressFirewall {
         all.push(TABLE.chain("forward", Some(("filter", InetHookNumber::Forward, PRIORITY_FILTER))));
         all.push(TABLE.chain("nat", Some(("nat", InetHookNumber::PostRouting, PRIORITY_SOURCE_NAT))));
         all.push(TABLE.chain("from", None));
-        all.push(TABLE.rule("in", self.at_door(MetaKey::Iifname, vec![verdict(NF_DROP)])));
+        all.push(TABLE.rule("in", self.at_outside(MetaKey::Iifname, vec![verdict(NF_DROP)])));
         self.forward(&mut all);
         self.from(&mut all);
         self.nat(&mut all);
@@ -83,11 +83,11 @@ impl EgressFirewall {
     fn forward(&self, all: &mut Vec<Message>) {
         let mut add = |what| all.push(TABLE.rule("forward", what));
         for address in &self.pod {
-            add(self.at_door(MetaKey::Iifname, then(address_is(Family::source, *address), go_to("from"))));
+            add(self.at_outside(MetaKey::Iifname, then(address_is(Family::source, *address), go_to("from"))));
         }
-        add(self.at_door(MetaKey::Iifname, vec![verdict(NF_DROP)]));
-        add(self.at_door(MetaKey::Oifname, then(known_connection(), verdict(NF_ACCEPT))));
-        add(self.at_door(MetaKey::Oifname, vec![verdict(NF_DROP)]));
+        add(self.at_outside(MetaKey::Iifname, vec![verdict(NF_DROP)]));
+        add(self.at_outside(MetaKey::Oifname, then(known_connection(), verdict(NF_ACCEPT))));
+        add(self.at_outside(MetaKey::Oifname, vec![verdict(NF_DROP)]));
         for (alone, family) in [(self.alone.0, Family::V4), (self.alone.1, Family::V6)] {
             if alone {
                 add(then(family.expressions(), verdict(NF_DROP)));
@@ -119,14 +119,14 @@ impl EgressFirewall {
         }
     }
 
-    /// Conditions of packets that come by the door (`Iifname`) or leave by it (`Oifname`).
-    fn at_door(&self, key: MetaKey, then: Vec<Expressions>) -> Vec<Expressions> {
-        named(key, &self.door).into_iter().chain(then).collect()
+    /// Conditions of packets that come by the VM's end of the pair (`Iifname`) or leave by it (`Oifname`).
+    fn at_outside(&self, key: MetaKey, then: Vec<Expressions>) -> Vec<Expressions> {
+        named(key, &self.outside).into_iter().chain(then).collect()
     }
 }
 
 /// Removes the table. A missing table is no error.
-pub fn raze(client: &mut Client) -> Result<(), Error> {
+pub fn remove(client: &mut Client) -> Result<(), Error> {
     TABLE.remove(client).map_err(Error::kernel(format!("remove the nftables table {}", TABLE.0)))
 }
 
@@ -184,17 +184,17 @@ mod tests {
         let netns = Netns::scratch().unwrap();
         let mut client = netns.netfilter().unwrap();
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-        let wall = EgressFirewall {
-            door: "pp-ext".to_owned(),
+        let firewall = EgressFirewall {
+            outside: "pp-ext".to_owned(),
             pod: vec![ip("10.244.1.7"), ip("fd10::7")],
             uplinks: vec!["eth0".to_owned()],
             allow: vec![(ip("169.254.20.10"), 32)],
             deny: vec![(ip("169.254.0.0"), 16), (ip("fd00:ec2::"), 32), (ip("10.9.64.0"), 18)],
             alone: (true, false),
         };
-        wall.raise(&mut client).unwrap();
+        firewall.raise(&mut client).unwrap();
         let once = nft(&netns);
-        wall.raise(&mut client).unwrap();
+        firewall.raise(&mut client).unwrap();
         assert_eq!(nft(&netns), once);
         for line in [
             "iifname \"pp-ext\" drop",
@@ -213,8 +213,8 @@ mod tests {
             assert!(once.contains(line), "{line} in\n{once}");
         }
         assert!(!once.contains("meta nfproto ipv6 drop"), "{once}");
-        raze(&mut client).unwrap();
+        remove(&mut client).unwrap();
         assert_eq!(nft(&netns), "");
-        raze(&mut client).unwrap();
+        remove(&mut client).unwrap();
     }
 }

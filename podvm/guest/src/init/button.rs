@@ -23,13 +23,13 @@ const LOOK: Duration = Duration::from_secs(10);
 
 /// Waits until a button is pressed, if another program is pid 1 and perhaps no program listens.
 pub(crate) async fn pressed() {
-    let (mut buttons, mut heard, mut presses) = (Buttons::default(), 0, JoinSet::new());
+    let (mut buttons, mut watched, mut presses) = (Buttons::default(), 0, JoinSet::new());
     loop {
         buttons.inspect();
-        for file in buttons.0[heard..].iter().filter_map(|(_, file)| file.try_clone().ok()) {
+        for file in buttons.0[watched..].iter().filter_map(|(_, file)| file.try_clone().ok()) {
             presses.spawn(press(file));
         }
-        heard = buttons.0.len();
+        watched = buttons.0.len();
         tokio::select! {
             Some(pressed) = presses.join_next() => match pressed {
                 Ok(Ok(())) => return,

@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn the_kernel_accepts_the_listener() {
-        let ear = Uevents::listen().unwrap();
-        assert!(ear.take().iter().all(|added| added.alias.as_deref() != Some("")));
+        let uevents = Uevents::listen().unwrap();
+        assert!(uevents.take().iter().all(|added| added.alias.as_deref() != Some("")));
     }
 
     proptest! {

@@ -239,20 +239,20 @@ mod tests {
         answers: Vec<(&'static str, String)>,
         requests: usize,
     ) -> Vec<String> {
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         let last = answers.len() - 1;
-        while heard.len() < requests {
-            let (status, body) = &answers[heard.len().min(last)];
+        while received.len() < requests {
+            let (status, body) = &answers[received.len().min(last)];
             let (mut stream, _) = listener.accept().await.unwrap();
             let mut request = Vec::new();
             while !request.ends_with(b"\r\n\r\n") {
                 assert!(stream.read_buf(&mut request).await.unwrap() > 0);
             }
-            heard.push(String::from_utf8(request).unwrap());
+            received.push(String::from_utf8(request).unwrap());
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n", body.len());
             stream.write_all(format!("{head}\r\n{body}").as_bytes()).await.unwrap();
         }
-        heard
+        received
     }
 
     #[tokio::test]

@@ -70,7 +70,7 @@ impl Places {
     pub(super) async fn wait(&self, identity: &Identity, limit: Duration) -> Result<Disk, Fault> {
         let deadline = Instant::now() + limit;
         // Subscribe first, then inspect: so no disk falls between the two.
-        let ear = listen().ok();
+        let watcher = listen().ok();
         loop {
             if let Some(disk) = self.inspect(identity)? {
                 return Ok(disk);
@@ -81,9 +81,9 @@ impl Places {
                 return Err(Fault::not_now(text));
             }
             let next = deadline.min(Instant::now() + LOOK);
-            match &ear {
-                Some((uevents, ear)) => {
-                    if let Ok(Ok(mut ready)) = timeout_at(next, ear.readable()).await {
+            match &watcher {
+                Some((uevents, watcher)) => {
+                    if let Ok(Ok(mut ready)) = timeout_at(next, watcher.readable()).await {
                         drop(uevents.take());
                         ready.clear_ready();
                     }
@@ -247,8 +247,8 @@ fn read_text(path: &Path) -> Option<String> {
 
 fn listen() -> io::Result<(Uevents, AsyncFd<OwnedFd>)> {
     let uevents = Uevents::listen()?;
-    let ear = reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)?;
-    Ok((uevents, ear))
+    let watcher = reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)?;
+    Ok((uevents, watcher))
 }
 
 /// Returns a World Wide Name without its type prefix.

@@ -111,17 +111,17 @@ fn is_taken(code: &str) -> bool {
 pub(crate) fn follow(aws: Arc<Aws>) -> BoxStream<'static, ProviderEvent> {
     let looks = stream::unfold(aws, |aws| async move {
         tokio::time::sleep(aws.config.spot_watch).await;
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for ids in aws.spots.ids().chunks(MOST) {
             match inspect(&aws, ids).await {
-                Ok(events) => heard.extend(events),
+                Ok(events) => received.extend(events),
                 Err(error) => tracing::warn!(
                     vms = ids.len(),
                     "cannot find out whether EC2 takes spot VMs back: {error}"
                 ),
             }
         }
-        Some((heard, aws))
+        Some((received, aws))
     });
     looks.flat_map(stream::iter).boxed()
 }

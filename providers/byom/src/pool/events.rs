@@ -21,19 +21,19 @@ const EVERY: Duration = Duration::from_secs(20);
 
 /// Returns the events from now on; the stream ends with the provider.
 pub(crate) fn stream(pool: &Arc<Pool>) -> BoxStream<'static, ProviderEvent> {
-    let heard = pool.ended.subscribe();
+    let events = pool.ended.subscribe();
     // The first listener starts the one task that looks; later listeners share its events.
     pool.watch.call_once(|| drop(tokio::spawn(watch(Arc::downgrade(pool)))));
-    let next = |mut heard: broadcast::Receiver<ProviderEvent>| async move {
+    let next = |mut events: broadcast::Receiver<ProviderEvent>| async move {
         loop {
-            match heard.recv().await {
-                Ok(event) => return Some((event, heard)),
+            match events.recv().await {
+                Ok(event) => return Some((event, events)),
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return None,
             }
         }
     };
-    stream::unfold(heard, next).boxed()
+    stream::unfold(events, next).boxed()
 }
 
 async fn watch(pool: Weak<Pool>) {

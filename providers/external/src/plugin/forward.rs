@@ -16,14 +16,14 @@ const LINES: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(1);
 
 /// Last line of the output, for the error that describes the end of the program.
-pub(super) type LastWords = Arc<Mutex<Option<String>>>;
+pub(super) type LastLines = Arc<Mutex<Option<String>>>;
 
 /// Reads to the end of the stream.
 pub(super) async fn forward(
     mut from: impl AsyncRead + Unpin,
     stream: &'static str,
     program: String,
-    words: LastWords,
+    words: LastLines,
 ) {
     let mut lines = Lines::default();
     let mut budget = Budget { since: Instant::now(), said: 0, left_out: 0 };
@@ -45,7 +45,7 @@ pub(super) async fn forward(
     }
 }
 
-fn say(line: &str, stream: &str, program: &str, words: &LastWords, budget: &mut Budget) {
+fn say(line: &str, stream: &str, program: &str, words: &LastLines, budget: &mut Budget) {
     *words.lock() = Some(line.to_owned());
     let (may, left_out) = budget.take();
     if left_out > 0 {

@@ -60,7 +60,7 @@ struct Shared {
     events: broadcast::Sender<DomainEvent>,
     /// Reason why the connection is closed, once it is.
     closed: watch::Sender<Option<String>>,
-    heard: Mutex<Instant>,
+    received_at: Mutex<Instant>,
 }
 
 #[derive(Default)]
@@ -208,7 +208,7 @@ impl Connection {
             slots: Arc::new(Semaphore::new(AT_ONCE)),
             events: broadcast::channel(EVENTS).0,
             closed: watch::channel(None).0,
-            heard: Mutex::new(Instant::now()),
+            received_at: Mutex::new(Instant::now()),
         });
         let mut tasks = JoinSet::new();
         tasks.spawn(read_all(input, Arc::clone(&shared)));
@@ -351,7 +351,7 @@ async fn read_all(mut input: impl AsyncRead + Unpin, shared: Arc<Shared>) {
     let why = loop {
         match read_one(&mut input).await {
             Ok(body) => {
-                *shared.heard.lock() = Instant::now();
+                *shared.received_at.lock() = Instant::now();
                 if let Err(garbled) = shared.take(&body) {
                     break format!("libvirtd sent an unreadable message: {garbled}");
                 }
@@ -396,7 +396,7 @@ async fn write_all(
 async fn ping(shared: Arc<Shared>) {
     loop {
         sleep(PING_EVERY).await;
-        let silent = shared.heard.lock().elapsed();
+        let silent = shared.received_at.lock().elapsed();
         if silent >= SILENCE {
             shared.close(&format!(
                 "libvirtd sent nothing for {} s, not even an answer to a ping",

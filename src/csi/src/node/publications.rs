@@ -128,7 +128,7 @@ impl Publications {
     }
 
     /// Removes the volume's folder if it has no publication any more. The caller holds the volume's lock.
-    pub(crate) fn tidy(&self, volume: &VolumeId) -> io::Result<()> {
+    pub(crate) fn remove_unused(&self, volume: &VolumeId) -> io::Result<()> {
         match remove_emptied(&self.targets(volume)) {
             Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
             done => done,

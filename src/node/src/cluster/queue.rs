@@ -20,7 +20,7 @@ pub(super) struct Queue<K, W, M> {
 }
 
 struct Entry<W, M> {
-    wish: W,
+    wanted: W,
     /// Progress towards the desired state.
     memory: M,
     turn: Turn,
@@ -63,13 +63,13 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
     }
 
     pub(super) fn update(&self, key: &K) -> Option<&W> {
-        self.entries.get(key).map(|entry| &entry.wish)
+        self.entries.get(key).map(|entry| &entry.wanted)
     }
 
-    pub(super) fn put(&mut self, key: K, wish: W) {
-        let fresh = || Entry { wish: wish.clone(), memory: M::default(), turn: Turn::Idle, failures: 0 };
+    pub(super) fn put(&mut self, key: K, wanted: W) {
+        let fresh = || Entry { wanted: wanted.clone(), memory: M::default(), turn: Turn::Idle, failures: 0 };
         let entry = self.entries.entry(key.clone()).or_insert_with(fresh);
-        entry.wish = wish;
+        entry.wanted = wanted;
         match entry.turn {
             Turn::Ready => return,
             Turn::Busy(_) => {
@@ -105,7 +105,7 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         let key = self.ready.pop_front()?;
         let entry = self.entries.get_mut(&key)?;
         entry.turn = Turn::Busy(false);
-        Some((key, entry.wish.clone(), entry.memory.clone()))
+        Some((key, entry.wanted.clone(), entry.memory.clone()))
     }
 
     /// Returns the end of the next pause.

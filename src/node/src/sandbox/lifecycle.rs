@@ -1,5 +1,5 @@
-//! Runs a sandbox from CreateVM to its tombstone: the table maps its id to the task that owns its state, and whose
-//! duty in each phase is one of its steps.
+//! Runs a sandbox from CreateVM to its tombstone. The table maps its id to the task that owns its state. The steps of
+//! the task are the operations of each phase.
 
 mod clear;
 mod completions;

@@ -184,7 +184,7 @@ impl Calls {
 enum NodeState {
     Away,
     /// Connected, but the first ReadInbox is not answered yet.
-    Greeting,
+    ReadingInbox,
     Ready,
 }
 

@@ -60,7 +60,7 @@ impl<H: Handler> Task<H> {
             fresh: true,
             sent: false,
             received: true,
-            heard: now,
+            received_at: now,
             beat: now + self.limits.heartbeat,
         });
         self.stats.links += 1;
@@ -216,9 +216,9 @@ impl<H: Handler> Task<H> {
     pub(super) fn beat(&mut self, now: Instant) {
         let Some(link) = &mut self.link else { return };
         if link.received {
-            link.heard = now;
+            link.received_at = now;
         }
-        let silent = now - link.heard;
+        let silent = now - link.received_at;
         if silent >= self.limits.silence {
             return self.down(&format!("nothing received for {silent:.0?}"));
         }

@@ -1,5 +1,5 @@
 //! Defines the phases of a sandbox and the transitions between them: one pure, total function. The task applies an
-//! event, makes the new phase durable, and only then performs the phase's duty (`steps.rs`), which follows from the
+//! event, makes the new phase durable, and only then performs the phase's operations (`steps.rs`), which follow from the
 //! phase alone.
 //!
 //! ```text

@@ -1,4 +1,4 @@
-//! Performs a phase's duty: starts every operation that is due and not in flight.
+//! Performs a phase's operations: starts every operation that is due and not in flight.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;

@@ -12,7 +12,7 @@ use crate::hypervisor::call::{self, Kind, code};
 impl Queue {
     /// Handles a new connection to the node. Only ReadInbox is sent until that call is answered.
     pub(crate) fn node_connected(&mut self, now: Instant) {
-        self.node.state = NodeState::Greeting;
+        self.node.state = NodeState::ReadingInbox;
         self.node.next_stream = 1;
         self.node.last_received = now;
         self.read_inbox(now);

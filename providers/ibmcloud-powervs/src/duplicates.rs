@@ -24,8 +24,8 @@ fn rank(vm: &Vm) -> (bool, Option<std::time::SystemTime>, &str) {
 }
 
 /// Deletes these VMs. PowerVS refuses that while it builds them; the next list tries again.
-pub(crate) async fn remove(power: &Power, twins: &[Own]) -> Result<(), Error> {
-    for (vm, _) in twins.iter().filter(|(vm, _)| vm.state != VmState::Deleting) {
+pub(crate) async fn remove(power: &Power, duplicates: &[Own]) -> Result<(), Error> {
+    for (vm, _) in duplicates.iter().filter(|(vm, _)| vm.state != VmState::Deleting) {
         let what = format!("delete of a second VM {}", vm.name);
         match vms::delete(power, &vm.id, &what, until()).await {
             Ok(()) => tracing::info!(vm = vm.id, name = vm.name, "deleted a second VM of one name"),
