@@ -30,6 +30,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tracing::debug;
 
 /// Limit for the TLS handshake.
@@ -146,11 +147,7 @@ async fn connection<A: Responder>(
     role: Arc<A>,
     busy: &Busy,
 ) {
-    if let Err(why) = stream.set_nodelay(true) {
-        debug!(error = %why, "no TCP_NODELAY");
-    }
-    let shaken = timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await;
-    let stream = match shaken.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
+    let stream = match handshake(stream, tls).await {
         Ok(stream) => stream,
         Err(why) => {
             role.handshake_failed();
@@ -203,6 +200,13 @@ async fn connection<A: Responder>(
     if let Err(why) = ended {
         debug!(error = chain(&why), "connection ended");
     }
+}
+
+async fn handshake(stream: TcpStream, tls: &TlsAcceptor) -> io::Result<TlsStream<TcpStream>> {
+    if let Err(why) = stream.set_nodelay(true) {
+        debug!(error = %why, "no TCP_NODELAY");
+    }
+    timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await?
 }
 
 /// Moment by which the caller must act; `None`: it need not. Clones share it.

@@ -392,11 +392,7 @@ impl Task {
                 record.wanted.request = None;
             })
             .await?;
-            self.log_joined(&status);
-            self.settings.tracer.ended(&self.record, self.ports.clock.now_ms(), &status.stages, None);
-            let after = Duration::from_millis(self.record.stage("running").unwrap_or_default());
-            let vm = self.record.phase.vm().map_or("the VM", InstanceId::as_str);
-            self.progress("VMReady", format!("VM {vm} is ready after {:.1} s", after.as_secs_f64()));
+            self.joined(&status);
             return Ok(());
         }
         if !matches!(self.record.phase, Phase::Running { .. }) {
@@ -404,19 +400,29 @@ impl Task {
         }
         let (before, plan_before) = (self.record.assigned.session.clone(), self.record.assigned.plan.clone());
         self.change(assign).await?;
-        if before == self.record.assigned.session {
-            if plan_before != self.record.assigned.plan {
-                info!("the guest follows the pod's network");
-            } else {
-                info!("the guest has the pod's current pull secrets");
-            }
-            return Ok(());
+        if before != self.record.assigned.session {
+            self.rejoined(&status);
+        } else if plan_before != self.record.assigned.plan {
+            info!("the guest follows the pod's network");
+        } else {
+            info!("the guest has the pod's current pull secrets");
         }
+        Ok(())
+    }
+
+    fn joined(&self, status: &Status) {
+        self.log_joined(status);
+        self.settings.tracer.ended(&self.record, self.ports.clock.now_ms(), &status.stages, None);
+        let after = Duration::from_millis(self.record.stage("running").unwrap_or_default());
+        let vm = self.record.phase.vm().map_or("the VM", InstanceId::as_str);
+        self.progress("VMReady", format!("VM {vm} is ready after {:.1} s", after.as_secs_f64()));
+    }
+
+    fn rejoined(&self, status: &Status) {
         let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
         let lost = lost.join("; ");
         warn!(lost, guest_version = clip(&status.version), "the guest rejoined");
         self.tell("GuestRestarted", format!("the guest program in the pod's VM restarted; lost: {lost}"));
-        Ok(())
     }
 
     fn log_joined(&self, status: &Status) {
