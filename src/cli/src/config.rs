@@ -133,6 +133,8 @@ fn every_setting(ask: fn(&mut Reader)) -> Result<Vec<Setting>, Mistakes> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use peerpod_test_reference as reference;
 
     use super::*;
@@ -182,6 +184,19 @@ mod tests {
         }
         assert_eq!(schema["additionalProperties"], false);
         assert!(!schema["properties"]["provider"]["properties"]["libvirt"].is_null());
+    }
+
+    /// Guards the number of settings: a new one needs a reason why a constant does not do.
+    #[test]
+    fn an_installation_with_one_provider_has_at_most_a_hundred_settings() {
+        let mut counts: BTreeMap<Option<String>, usize> = BTreeMap::new();
+        for Setting { key, .. } in every_setting(ask).unwrap() {
+            let of_provider = key.strip_prefix("provider.").and_then(|rest| rest.split_once('.'));
+            *counts.entry(of_provider.map(|(kind, _)| kind.to_owned())).or_default() += 1;
+        }
+        let common = counts.remove(&None).unwrap();
+        let most = counts.values().max().unwrap();
+        assert!(common + most <= 100, "{common} settings, and {counts:?} of the providers");
     }
 
     /// Returns the providers' kinds without the one that only builds with the tests have.

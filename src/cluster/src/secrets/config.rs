@@ -82,6 +82,7 @@ impl SecretsConfig {
                 settle,
             },
         };
+        reader.removed("secrets.certificate-validity", "nodes identify themselves by their token");
         reader.removed("secrets.runtime-classes", "use webhook.runtime-classes");
         if config.node_account.as_ref().is_some_and(|account| account.split(':').count() != 2) {
             reader.mistake(
