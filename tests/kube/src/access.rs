@@ -25,6 +25,14 @@ pub fn cluster_uid() -> Rule {
 }
 
 impl Cluster {
+    /// Returns the UID of the namespace `kube-system`, as kubectl shows it.
+    ///
+    /// # Errors
+    /// As [`Cluster::kubectl`].
+    pub fn uid(&self) -> Result<String> {
+        self.kubectl(&["get", "namespace", "kube-system", "-o", "jsonpath={.metadata.uid}"])
+    }
+
     /// Makes a namespace.
     ///
     /// # Errors

@@ -1,16 +1,22 @@
-//! Checks that `ram-policy.json` allows exactly the calls that a whole life of VMs needs.
+//! Checks that `ram-policy.json` allows exactly the calls that a whole life of VMs needs, and on VMs of the installation
+//! only.
 
 use std::collections::BTreeSet;
 
 use peerpod_provider_api::{CreateRequest, DiskRequest, Provider};
 use peerpod_test_clouds::alibaba::ZONES;
+use serde_json::{Value, json};
 
 use super::common::{Site, key, placed, request};
 
+fn statements() -> Vec<Value> {
+    let policy: Value = serde_json::from_str(include_str!("../../ram-policy.json")).unwrap();
+    policy["Statement"].as_array().unwrap().clone()
+}
+
 fn allowed() -> BTreeSet<String> {
-    let policy: serde_json::Value = serde_json::from_str(include_str!("../../ram-policy.json")).unwrap();
-    let statements = policy["Statement"].as_array().unwrap().iter();
-    let actions = statements.flat_map(|one| one["Action"].as_array().unwrap());
+    let statements = statements();
+    let actions = statements.iter().flat_map(|one| one["Action"].as_array().unwrap());
     actions.map(|action| action.as_str().unwrap().to_owned()).collect()
 }
 
@@ -38,6 +44,21 @@ async fn the_policy_allows_exactly_our_calls() {
     assert_eq!(provider.list_owned().await.unwrap().len(), 1_001, "the list is whole");
     provider.delete(&made.id).await.unwrap();
     assert_eq!(site.cloud.rights(), allowed(), "left: our calls; right: the calls that the policy allows");
+}
+
+/// Checks that no call on a VM of another cluster or installation is allowed. A disk has no tag of ours: its CSI driver
+/// makes it.
+#[test]
+fn the_policy_allows_changes_of_our_own_vms_only() {
+    let of_ours = json!({"StringEquals": {"acs:ResourceTag/peerpod.cluster": "CLUSTER-ID",
+        "acs:ResourceTag/peerpod.installation": "INSTALLATION-ID"}});
+    for action in ["DeleteInstances", "AttachDisk", "DetachDisk"] {
+        let action = json!(format!("ecs:{action}"));
+        let statements = statements();
+        let mut allows = statements.iter().filter(|one| one["Action"].as_array().unwrap().contains(&action));
+        let is_bounded = |one: &Value| one["Condition"] == of_ours || one["Resource"] == "acs:ecs:*:*:disk/*";
+        assert!(allows.clone().count() > 0 && allows.all(is_bounded), "{action}");
+    }
 }
 
 /// Checks that a missing right is named, with the policy as the remedy.

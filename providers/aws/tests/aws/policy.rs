@@ -1,4 +1,5 @@
-//! Checks that `iam-policy.json` allows exactly the calls that a whole life of VMs needs, and on VMs of the cluster only.
+//! Checks that `iam-policy.json` allows exactly the calls that a whole life of VMs needs, and on VMs of the
+//! installation only.
 
 use super::common;
 use std::collections::BTreeSet;
@@ -55,12 +56,13 @@ async fn the_policy_allows_exactly_our_calls() {
     assert_eq!(asked, allowed, "left: our calls; right: the calls that the policy allows");
 }
 
-/// Checks that no call on a VM or a NIC of another cluster is allowed. A volume has no tag of ours: its CSI driver makes
-/// it.
+/// Checks that no call on a VM or a NIC of another cluster or installation is allowed. A volume has no tag of ours: its
+/// CSI driver makes it.
 #[test]
 fn the_policy_allows_changes_of_our_own_vms_only() {
     let policy: Value = serde_json::from_str(include_str!("../../iam-policy.json")).unwrap();
-    let of_ours = json!({"StringEquals": {"aws:ResourceTag/peerpod.cluster": "CLUSTER-ID"}});
+    let of_ours = json!({"StringEquals": {"aws:ResourceTag/peerpod.cluster": "CLUSTER-ID",
+        "aws:ResourceTag/peerpod.installation": "INSTALLATION-ID"}});
     for action in ["TerminateInstances", "DeleteNetworkInterface", "AttachVolume", "DetachVolume"] {
         let action = json!(format!("ec2:{action}"));
         let mut allows = policy["Statement"].as_array().unwrap().iter().filter(|statement| {

@@ -472,7 +472,7 @@ async fn all_gone(world: &World, cloud: &Arc<Cloud>, ns: &str, prefix: &str) {
 async fn one_leader(world: &World) {
     const NS: &str = "leaders";
     world.cluster.namespace(NS).await.unwrap();
-    let cloud = Cloud::new(Duration::from_millis(700));
+    let cloud = world.unserved_cloud(Duration::from_millis(700));
     let _serving = [cloud.serve(&world.socket("a"), "a").await, cloud.serve(&world.socket("b"), "b").await];
     let settings = [("controller.concurrency", "1"), SETTLE];
     let a = world.controller("a", &settings).await;

@@ -15,6 +15,7 @@ use peerpod_kube::crds::{FINALIZER, PeerPod, Phase};
 use peerpod_test_kube::{Rule, wait_for};
 use peerpod_tests::{Dice, fresh_id, long, stop_in_time};
 use peerpod_world::{Settings, Sight};
+use serde_json::Value;
 
 fn settings() -> Settings {
     Settings::none()
@@ -41,6 +42,7 @@ async fn status_and_events_show_the_real_state() {
     a_node_that_is_not_ready_withdraws_its_capacity(&mut rig).await;
     pods_of_one_name_are_told_apart(&rig).await;
     kills_around_the_create_leave_nothing(&mut rig).await;
+    vms_carry_the_clusters_uid_and_another_id_is_reported(&mut rig).await;
     an_emptied_ledger_costs_no_pod_its_vm(&mut rig).await;
     a_rolling_update_keeps_the_capacity(&mut rig).await;
     a_daemon_that_never_serves_keeps_no_claim(&mut rig).await;
@@ -228,6 +230,30 @@ async fn what_is_refused_is_said_on_the_pod(rig: &Rig) {
     assert!(text.contains("hostNetwork") && text.contains("runtimeClassName"), "{text}");
     rig.delete_pod("host-network");
     assert!(rig.peerpods().await.is_empty(), "nothing was begun");
+}
+
+/// Gives a node with a VM the state of another cluster. The node keeps the id that its VM carries, and reports it.
+async fn vms_carry_the_clusters_uid_and_another_id_is_reported(rig: &mut Rig) {
+    let uid = rig.cluster.uid().unwrap();
+    let file = rig.daemons.state_dir().join("installation.json");
+    let kept = || serde_json::from_slice::<Value>(&std::fs::read(&file).unwrap()).unwrap()["id"].clone();
+    assert_eq!(kept(), uid.as_str());
+    rig.pod("moved");
+    let running = rig.run("moved").await;
+    rig.daemons.kill_node().unwrap();
+    std::fs::write(&file, r#"{"version":1,"id":"of-another-cluster"}"#).unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    let warned = || rig.readyz()["warnings"]["installation"].as_str().map(str::to_owned);
+    let text = wait_for("the warning", LIMIT, async || Ok(warned())).await.unwrap();
+    assert!(text.contains("of-another-cluster") && text.contains(&uid), "{text}");
+    assert_eq!(kept(), "of-another-cluster");
+    rig.stop(running).await;
+    rig.delete_pod("moved");
+    rig.daemons.kill_node().unwrap();
+    rig.daemons.start_node().unwrap();
+    rig.daemons.ready().await.unwrap();
+    assert_eq!(kept(), uid.as_str(), "without VMs the cluster decides");
 }
 
 /// Empties the ledger under a running pod. The node reports the VM, and deletes it after the pod's stop.

@@ -40,6 +40,7 @@ struct State {
 /// A cloud with VMs, calls and faults.
 pub struct Cloud {
     takes: Duration,
+    installation: String,
     state: Mutex<State>,
 }
 
@@ -50,15 +51,19 @@ struct Side {
 }
 
 impl Cloud {
-    /// Makes a cloud with deletes of this duration; a delete continues even if its caller closes the connection.
-    pub fn new(takes: Duration) -> Arc<Cloud> {
-        Arc::new(Cloud { takes, state: Mutex::default() })
+    /// Makes a cloud with deletes of this duration; a delete continues even if its caller closes the connection. All
+    /// its VMs are of this installation: the calls of another one fail.
+    pub fn new(takes: Duration, installation: String) -> Arc<Cloud> {
+        Arc::new(Cloud { takes, installation, state: Mutex::default() })
     }
 
     pub async fn serve(self: &Arc<Self>, socket: &Path, via: &'static str) -> Serving {
         let cloud = self.clone();
-        let providers = move |_: &Owner| -> Result<Arc<dyn Provider>, Error> {
-            Ok(Arc::new(Side { cloud: cloud.clone(), via }))
+        let providers = move |owner: &Owner| -> Result<Arc<dyn Provider>, Error> {
+            match owner.installation == cloud.installation {
+                true => Ok(Arc::new(Side { cloud: cloud.clone(), via })),
+                false => Err(Error::invalid(format!("{owner:?} has no VM here"))),
+            }
         };
         Serving::start("test-cloud", listen_on_socket(socket).unwrap(), providers).await.unwrap()
     }

@@ -72,9 +72,14 @@ impl World {
         World { cluster, client, kubeconfig }
     }
 
+    /// Makes a cloud with deletes of this duration, and VMs of this cluster's installation alone.
+    pub fn unserved_cloud(&self, takes: Duration) -> Arc<Cloud> {
+        Cloud::new(takes, self.cluster.uid().unwrap())
+    }
+
     /// Makes a cloud and the one socket by which a controller reaches it.
     pub async fn cloud(&self, takes: Duration) -> (Arc<Cloud>, Serving) {
-        let cloud = Cloud::new(takes);
+        let cloud = self.unserved_cloud(takes);
         let serving = cloud.serve(&self.socket("a"), "a").await;
         (cloud, serving)
     }
