@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::marks::{CLUSTER, KEY, NODE};
+use peerpod_provider_cloud::marks::{CLUSTER, INSTALLATION, KEY, NODE};
 use peerpod_provider_cloud::{Lookup, Marks, Window};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
@@ -159,7 +159,6 @@ pub(crate) async fn all_of(ecs: &Ecs, owner: &Owner, until: Instant) -> Result<V
         let ids = tagged(ecs, &tags, what, until).await?;
         found = by_ids(ecs.clone(), ids, until).await?.into_values().collect();
     }
-    // No tag selects the VMs without the installation's tag.
     found.retain(|vm| vm.marks.are_of(owner));
     Ok(found)
 }
@@ -168,7 +167,8 @@ pub(crate) async fn all_of(ecs: &Ecs, owner: &Owner, until: Instant) -> Result<V
 fn tags(owner: &Owner) -> BTreeMap<String, String> {
     let tag = |name: &str, value: &str| (ALPHABET.name(name), ALPHABET.value(value));
     let node = Some(tag(NODE, &owner.node_name)).filter(|_| !owner.node_name.is_empty());
-    [tag(CLUSTER, &owner.cluster_id)].into_iter().chain(node).collect()
+    let ours = [tag(CLUSTER, &owner.cluster_id), tag(INSTALLATION, &owner.installation)];
+    ours.into_iter().chain(node).collect()
 }
 
 /// Returns the ids of all VMs with these tags, where there are more than a list of VMs shows.

@@ -7,17 +7,17 @@ pub struct Owner {
     pub cluster_id: String,
     /// Node of the VMs; empty: all nodes of the cluster.
     pub node_name: String,
-    /// Id that no other cluster or state folder has. Empty: the caller is of an earlier release.
+    /// Id that no other cluster or state folder has. An owner without one has no VM.
     pub installation: String,
 }
 
 impl Owner {
-    /// Whether a VM with these marks has this owner. The VMs of earlier releases carry no installation; their names
-    /// decide.
+    /// Whether a VM with these marks has this owner. A VM without one of them has another owner.
     pub fn owns(&self, cluster: Option<&str>, node: Option<&str>, installation: Option<&str>) -> bool {
         cluster == Some(self.cluster_id.as_str())
             && (self.node_name.is_empty() || node == Some(self.node_name.as_str()))
-            && installation.is_none_or(|mark| mark.is_empty() || mark == self.installation)
+            && !self.installation.is_empty()
+            && installation == Some(self.installation.as_str())
     }
 }
 
@@ -35,13 +35,17 @@ mod tests {
         let (one, all) = (owner("n", "1"), owner("", "1"));
         let owns = |owner: &Owner, node, installation| owner.owns(Some("c"), node, installation);
         assert!(
-            owns(&one, Some("n"), Some("1")) && owns(&all, Some("m"), Some("1")) && owns(&all, None, None)
+            owns(&one, Some("n"), Some("1"))
+                && owns(&all, Some("m"), Some("1"))
+                && owns(&all, None, Some("1"))
         );
-        assert!(owns(&one, Some("n"), None), "of an earlier release");
-        for (node, installation) in [(Some("n"), Some("2")), (Some("m"), Some("1")), (None, Some("1"))] {
-            assert!(!owns(&one, node, installation), "{node:?} {installation:?}");
+        for installation in [Some("2"), Some(""), None] {
+            assert!(!owns(&one, Some("n"), installation), "{installation:?}");
+            assert!(!owns(&owner("n", ""), Some("n"), installation), "{installation:?}");
         }
-        assert!(!owner("n", "").owns(Some("c"), Some("n"), Some("2")));
+        for node in [Some("m"), Some(""), None] {
+            assert!(!owns(&one, node, Some("1")), "{node:?}");
+        }
         assert!(!one.owns(None, Some("n"), Some("1")) && !one.owns(Some("d"), Some("n"), Some("1")));
     }
 }

@@ -63,8 +63,7 @@ pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
 pub(crate) struct Marks {
     pub(crate) cluster: String,
     pub(crate) node: String,
-    /// `None`: made by an earlier release.
-    pub(crate) installation: Option<String>,
+    pub(crate) installation: String,
     pub(crate) key: IdempotencyKey,
     /// Digest of the request, [`CreateRequest::digest`].
     pub(crate) digest: String,
@@ -85,7 +84,7 @@ impl Marks {
         Marks {
             cluster: owner.cluster_id.clone(),
             node: owner.node_name.clone(),
-            installation: Some(owner.installation.clone()),
+            installation: owner.installation.clone(),
             key: key.clone(),
             digest: request.digest(),
             name: request.name.clone(),
@@ -96,7 +95,7 @@ impl Marks {
     }
 
     pub(crate) fn are_of(&self, owner: &Owner) -> bool {
-        owner.owns(Some(&self.cluster), Some(&self.node), self.installation.as_deref())
+        owner.owns(Some(&self.cluster), Some(&self.node), Some(&self.installation))
     }
 
     /// Returns the element for a domain's description.
@@ -112,20 +111,17 @@ impl Marks {
 
     fn element(&self, prefix: &str, namespace: &str) -> String {
         let mut xml = format!(
-            "<{prefix}vm{namespace} version='1' cluster='{}' node='{}' key='{}' digest='{}' name='{}' created='{}' \
-             started='{}'",
+            "<{prefix}vm{namespace} version='1' cluster='{}' node='{}' installation='{}' key='{}' digest='{}' name='{}' \
+             created='{}' started='{}'>",
             escape(&self.cluster),
             escape(&self.node),
+            escape(&self.installation),
             self.key,
             escape(&self.digest),
             escape(&self.name),
             self.created,
             u8::from(self.started)
         );
-        if let Some(installation) = &self.installation {
-            write!(xml, " installation='{}'", escape(installation)).expect("a String takes everything");
-        }
-        xml.push('>');
         for (name, value) in &self.labels {
             write!(xml, "<{prefix}label name='{}'>{}</{prefix}label>", escape(name), escape(value))
                 .expect("a String takes everything");
@@ -145,7 +141,7 @@ impl Marks {
         Some(Marks {
             cluster: get("cluster")?,
             node: get("node")?,
-            installation: get("installation"),
+            installation: get("installation")?,
             key: IdempotencyKey::parse(get("key")?).ok()?,
             digest: get("digest")?,
             name: get("name")?,
@@ -195,9 +191,8 @@ mod tests {
         let marks = Marks::new(&owner("n"), &request, &IdempotencyKey::derive("c", "s", 0));
         assert_eq!(Marks::read(&marks.xml()).as_ref(), Some(&marks));
         assert!(marks.are_of(&owner("n")) && !marks.are_of(&owner("m")));
-        let of_before = Marks { installation: None, ..marks.clone() };
-        assert_eq!(Marks::read(&of_before.xml()).as_ref(), Some(&of_before));
-        assert!(of_before.are_of(&owner("n")));
+        let unmarked = marks.xml().replace(" installation='i'", "");
+        assert_eq!(Marks::read(&unmarked), None);
         assert_eq!(Marks::read(&marks.plain_xml()), Some(marks));
         for bad in ["", "<x/>", "<!DOCTYPE x [<!ENTITY a 'b'>]><x cluster='&a;'/>"] {
             assert_eq!(Marks::read(bad), None, "{bad}");

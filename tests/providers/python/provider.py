@@ -88,9 +88,8 @@ class Failure(Exception):
 
 
 def owns(owner, mark):
-    """Whether the VM with this mark is the owner's. An older VM has no installation: its names decide."""
-    names = all(mark[name] == owner[name] for name in ("cluster_id", "node_name"))
-    return names and mark.get("installation", "") in ("", owner["installation"])
+    """Whether the VM with this mark is the owner's."""
+    return all(mark[name] == owner[name] for name in ("cluster_id", "node_name", "installation"))
 
 
 def answers(method):

@@ -8,7 +8,6 @@ use std::collections::HashMap;
 use aws_sdk_ec2::types::Filter;
 use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::marks::{CLUSTER, NODE};
 use peerpod_provider_cloud::{Lookup, Strays, Window, until};
 use tokio::time::Instant;
 
@@ -81,12 +80,8 @@ const MOST_STRAY: usize = 10_000;
 
 /// Returns the NICs of this owner without a VM. EC2 leaves one when a launch breaks off half-way.
 async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
-    let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
-    let mut filters =
-        vec![filter(format!("tag:{}", CLUSTER), &owner.cluster_id), filter("status".to_owned(), "available")];
-    if !owner.node_name.is_empty() {
-        filters.push(filter(format!("tag:{}", NODE), &owner.node_name));
-    }
+    let mut filters = vms::of_owner(owner);
+    filters.push(Filter::builder().name("status").values("available").build());
     let what = "look for our unattached NICs";
     let (mut nics, mut next) = (Vec::new(), None);
     loop {

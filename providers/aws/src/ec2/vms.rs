@@ -8,7 +8,7 @@ use aws_sdk_ec2::operation::describe_instances::builders::DescribeInstancesFluen
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::marks::{CLUSTER, KEY, NODE};
+use peerpod_provider_cloud::marks::{CLUSTER, INSTALLATION, KEY, NODE};
 use peerpod_provider_cloud::{Lookup, Marks, Window};
 use tokio::time::Instant;
 
@@ -159,14 +159,20 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
 
 /// Returns every VM of this owner that is not terminated, from all pages.
 pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
-    let mut filters = vec![tag(CLUSTER, &owner.cluster_id), not_gone()];
+    let mut filters = of_owner(owner);
+    filters.push(not_gone());
+    let mut found = list(ec2, filters, "list our VMs", until).await?;
+    found.retain(|vm| vm.marks.are_of(owner));
+    Ok(found)
+}
+
+/// Returns the filters of lists for the objects of this owner.
+pub(crate) fn of_owner(owner: &Owner) -> Vec<Filter> {
+    let mut filters = vec![tag(CLUSTER, &owner.cluster_id), tag(INSTALLATION, &owner.installation)];
     if !owner.node_name.is_empty() {
         filters.push(tag(NODE, &owner.node_name));
     }
-    let mut found = list(ec2, filters, "list our VMs", until).await?;
-    // No filter selects the VMs without the installation's tag.
-    found.retain(|vm| vm.marks.are_of(owner));
-    Ok(found)
+    filters
 }
 
 /// Returns the VMs that were made with this key and are not terminated.

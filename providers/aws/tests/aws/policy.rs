@@ -17,7 +17,8 @@ const CHECKED_BESIDE: [&str; 2] = ["RunInstances", "CreateTags"];
 async fn the_policy_allows_exactly_our_calls() {
     let cloud = Cloud::start().await;
     let nic = json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
-        {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": "n"}]}]});
+        {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": "n"},
+        {"Key": "peerpod.installation", "Value": "i"}]}]});
     cloud.proxy.boto3("create_network_interface", &nic).await.unwrap();
     let second = [("second-subnet-ids", cloud.subnets[0].as_str())];
     for launch in ["fleet", "run"] {

@@ -297,18 +297,19 @@ async fn a_configured_template_is_used_and_none_is_made() {
 #[tokio::test(flavor = "multi_thread")]
 async fn preflight_deletes_only_our_unattached_nics() {
     let cloud = Cloud::start().await;
-    let nic = |node: &str| {
+    let nic = |node: &str, installation: &str| {
         json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
-            {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": node}]}]})
+            {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": node},
+            {"Key": "peerpod.installation", "Value": installation}]}]})
     };
-    for node in ["n", "another"] {
-        cloud.proxy.boto3("create_network_interface", &nic(node)).await.unwrap();
+    for (node, installation) in [("n", "i"), ("another", "i"), ("n", "another")] {
+        cloud.proxy.boto3("create_network_interface", &nic(node, installation)).await.unwrap();
     }
     let provider = cloud.provider(&[]);
     let found = provider.preflight().await.unwrap();
     assert!(found.facts.iter().any(|fact| fact.starts_with("1 NICs")), "{found:?}");
     let left = cloud.proxy.boto3("describe_network_interfaces", &json!({})).await.unwrap();
-    assert_eq!(left["NetworkInterfaces"].as_array().unwrap().len(), 1);
+    assert_eq!(left["NetworkInterfaces"].as_array().unwrap().len(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]

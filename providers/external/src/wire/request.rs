@@ -24,7 +24,7 @@ pub(crate) fn owner_to(owner: &Owner) -> MessageField<wire::Owner> {
 pub(crate) fn owner_from(owner: MessageField<wire::Owner>) -> Result<Owner, Error> {
     let wire::Owner { cluster_id, node_name, installation, .. } = owner.into_option().unwrap_or_default();
     for (what, text, least) in
-        [("cluster id", &cluster_id, 1), ("node name", &node_name, 0), ("installation", &installation, 0)]
+        [("cluster id", &cluster_id, 1), ("node name", &node_name, 0), ("installation", &installation, 1)]
     {
         if text.len() < least || text.len() > OWNER || text.chars().any(char::is_control) {
             return Err(Error::invalid(format!("the owner's {what} is invalid: {:?}", clipped(text, 80))));

@@ -63,6 +63,8 @@ fn a_request_arrives_whole_and_with_its_digest() {
     assert_eq!(request_from(sent).unwrap(), request());
     let plain = CreateRequest::default();
     assert_eq!(request_from(over(&request_to(&owner(), &plain, None))).unwrap(), plain);
+    let unmarked = Owner { installation: String::new(), ..owner() };
+    assert!(owner_from(over(&request_to(&unmarked, &plain, None)).owner).is_err());
 }
 
 #[test]

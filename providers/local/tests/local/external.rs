@@ -32,7 +32,7 @@ fn make() -> Remote {
     let patience = Duration::from_secs(30);
     let config = ExternalConfig {
         endpoint: Endpoint::Unix { socket: socket.clone(), peer_uid: None, command: None },
-        owner: Owner { cluster_id: "c".into(), node_name: "n".into(), ..Owner::default() },
+        owner: Owner { cluster_id: "c".into(), node_name: "n".into(), installation: "i".into() },
         handshake_timeout: patience,
         call_timeout: patience,
         health_every: patience,
