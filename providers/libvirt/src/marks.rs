@@ -19,18 +19,18 @@ pub(crate) const PREFIX: &str = "peerpod";
 /// Prefix of all the provider's names in libvirt.
 const NAMES: &str = "peerpod-";
 
-/// Returns the prefix of the names of this owner's domains and volumes. Installations with equal names share it.
+/// Returns the prefix of the names of this owner's domains and volumes.
 pub(crate) fn prefix(owner: &Owner) -> String {
     if owner.node_name.is_empty() {
         return NAMES.to_owned();
     }
-    let hash = digest(&[&owner.cluster_id, &owner.node_name]);
+    let hash = digest(&[&owner.cluster_id, &owner.node_name, &owner.installation]);
     format!("{NAMES}{}-", hex::encode(&hash[..4]))
 }
 
 /// Returns the name and UUID of the VM that is made with this key.
 pub(crate) fn identity(owner: &Owner, key: &IdempotencyKey) -> VmNames {
-    let hash = digest(&[&owner.cluster_id, &owner.node_name, key.as_str()]);
+    let hash = digest(&[&owner.cluster_id, &owner.node_name, &owner.installation, key.as_str()]);
     VmNames { name: format!("{}{}", prefix(owner), hex::encode(&hash[16..28])), uuid: version_8(&hash) }
 }
 
@@ -169,7 +169,11 @@ mod tests {
         let key = IdempotencyKey::derive("c", "s", 0);
         let one = identity(&owner("n"), &key);
         assert_eq!(one, identity(&owner("n"), &key));
-        assert_ne!(one, identity(&owner("m"), &key));
+        let another = Owner { installation: "j".into(), ..owner("n") };
+        for other in [owner("m"), another] {
+            assert_ne!(prefix(&other), prefix(&owner("n")), "{other:?}");
+            assert_ne!(identity(&other, &key).uuid, one.uuid, "{other:?}");
+        }
         assert!(one.name.starts_with(&prefix(&owner("n"))) && one.name.starts_with(&prefix(&owner(""))));
         let id = InstanceId::new(uuid_text(&one.uuid)).unwrap();
         assert_eq!(uuid_of(&id), Some(one.uuid));

@@ -2,17 +2,16 @@
 //!
 //! A halted machine releases no disk, so there is no disk here: `faults.rs` attaches disks.
 
-use super::common;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use super::common::{Place, request};
 use async_trait::async_trait;
-use common::{Place, request};
 use peerpod_provider_api::conformance::Harness;
-use peerpod_provider_api::{CreateRequest, InstanceId, Owner, Provider};
+use peerpod_provider_api::{CreateRequest, InstanceId, Provider};
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::libvirtd::POOL;
 
@@ -61,9 +60,7 @@ impl Harness for Libvirt {
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        // Another cluster with equal names.
-        let owner = Owner { installation: "another".to_owned(), ..common::owner("node") };
-        Some(Arc::new(LibvirtProvider::new(self.place.config(&[]), owner)))
+        Some(self.place.stranger(&[]))
     }
 
     fn successor(&self) -> Option<Arc<dyn Provider>> {

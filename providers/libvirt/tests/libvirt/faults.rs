@@ -14,7 +14,7 @@ use peerpod_provider_api::{
 };
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::eventually;
-use peerpod_world::libvirtd::POOL;
+use peerpod_world::libvirtd::{NETWORK, POOL};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -368,6 +368,58 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     assert!(files.join("a.raw").exists());
     assert_eq!(place.libvirtd.files(POOL).unwrap(), ["volume"]);
     assert!(place.libvirtd.domains().unwrap().is_empty());
+}
+
+/// Two clusters have equal names and one libvirtd. The preflight of one removes its own remains, and nothing of a VM of
+/// the other one, which runs or is being created meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_preflight_leaves_the_vms_of_another_installation_alone() {
+    let place = Place::new();
+    let (ours, theirs) = (place.provider(), place.stranger(&[]));
+    // Their domain is removed by hand: its files and its DHCP entry are left.
+    create(&*theirs, 1).await;
+    let remains = place.libvirtd.domains().unwrap().remove(0);
+    place.libvirtd.virsh(&["destroy", &remains]).unwrap();
+    place.libvirtd.virsh(&["undefine", &remains]).unwrap();
+    let left =
+        || place.libvirtd.files(POOL).unwrap().into_iter().filter(|file| file.starts_with(&remains)).count();
+    assert!(left() > 0 && place.reservations(NETWORK).contains_key(&remains));
+    let creates = async {
+        // The same key as theirs.
+        let mut made = Vec::new();
+        for number in 1..4 {
+            made.push(create(&*ours, number).await.id);
+        }
+        made
+    };
+    let mut creates = std::pin::pin!(creates);
+    let made = loop {
+        tokio::select! {
+            made = &mut creates => break made,
+            // Another process of theirs each time.
+            found = async { place.stranger(&[]).preflight().await } => drop(found.unwrap()),
+        }
+    };
+    let files = place.libvirtd.files(POOL).unwrap();
+    let found = place.stranger(&[]).preflight().await.unwrap();
+    assert_eq!(left(), 0, "{found:?}");
+    assert_eq!(theirs.list_owned().await.unwrap().len(), 0);
+    let names = place.libvirtd.domains().unwrap();
+    let reserved = place.reservations(NETWORK);
+    assert_eq!((names.len(), reserved.len(), place.machines().len()), (3, 3, 3), "{reserved:?}");
+    for name in &names {
+        let of_it = |file: &&String| file.starts_with(name.as_str());
+        let now = place.libvirtd.files(POOL).unwrap();
+        assert!(reserved.contains_key(name), "{reserved:?}");
+        assert!(now.iter().any(|file| of_it(&file)), "{now:?}");
+        assert_eq!(now.iter().filter(of_it).count(), files.iter().filter(of_it).count(), "{now:?}");
+    }
+    for id in &made {
+        theirs.delete(id).await.unwrap();
+        assert_eq!(state(&*ours, id).await, Some(OwnedState::Running));
+        ours.delete(id).await.unwrap();
+    }
+    place.assert_clean();
 }
 
 /// Returns libvirtd's reason for the end of the only VM that has run.

@@ -81,6 +81,12 @@ impl Place {
         Arc::new(LibvirtProvider::new(self.config(more), owner("node")))
     }
 
+    /// The provider of a node with equal names in another cluster.
+    pub fn stranger(&self, more: &[(&str, &str)]) -> Arc<LibvirtProvider> {
+        let owner = Owner { installation: "another".to_owned(), ..owner("node") };
+        Arc::new(LibvirtProvider::new(self.config(more), owner))
+    }
+
     /// Ids of the QEMU processes of this world's node.
     pub fn machines(&self) -> Vec<u32> {
         let mut pids = Vec::new();
