@@ -333,7 +333,9 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
         .spawn()
         .unwrap();
     eventually("the server listens", PATIENCE, async || nbd.exists().then_some(())).await.unwrap();
-    let provider = place.provider_with(&[("volume-dirs", &files.display().to_string())]);
+    let folder = files.display().to_string();
+    let settings = [("volume-dirs", &*folder)];
+    let provider = place.provider_with(&settings);
     let disk = |volume: String| DiskRequest { volume, ..DiskRequest::default() };
     let (file, network) =
         (files.join("a.raw").display().to_string(), format!("nbd+unix:///x?socket={}", nbd.display()));
@@ -353,6 +355,12 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
         let DiskIdentity::Serial(serial) = serial else { panic!("{serial:?}") };
         assert_eq!(xml.matches(&format!("<serial>{serial}</serial>")).count(), 1, "{serial}\n{xml}");
     }
+    // Another cluster's provider neither attaches a disk to this VM nor asks its guest for one.
+    let stranger = place.stranger(&settings);
+    let theirs = stranger.extensions().volumes.unwrap();
+    text_of(theirs.attach(&made.id, &disk(network.clone())).await, "not_found");
+    theirs.detach(&made.id, &network).await.unwrap();
+    assert_eq!(place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap(), xml);
     // Another VM must not get a disk that this VM writes to.
     let thief = CreateRequest { disks: vec![disk("volume".into())], ..request("thief") };
     let text = text_of(provider.create(&thief, &key(2)).await, "transient");

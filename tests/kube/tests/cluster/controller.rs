@@ -107,15 +107,7 @@ async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     world.peerpod(ns, "shared", json!({"instanceID": "vm-theirs"}), None).await;
     world.finalizers(ns, "shared", &["example.org/first", FINALIZER, "example.org/last"]).await;
     world.delete(ns, "shared").await;
-    let peerpods = world.peerpods(ns);
-    let left = wait_for("our finalizer to go", LIMIT, async || {
-        let found = peerpods.get("shared").await?;
-        let left = found.metadata.finalizers.clone().unwrap_or_default();
-        Ok((!left.iter().any(|one| one == FINALIZER)).then_some(found))
-    })
-    .await
-    .unwrap();
-    assert_eq!(left.metadata.finalizers.unwrap(), ["example.org/first", "example.org/last"]);
+    let left = world.has_finalizers(ns, "shared", &["example.org/first", "example.org/last"]).await;
     let status = left.status.unwrap();
     assert_eq!(status.cleaned, Some(true));
     assert!(status.conditions.iter().any(|one| one.type_ == "Deleted" && one.status == "True"));
@@ -130,10 +122,15 @@ async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) 
     world.peerpod(ns, "victim", json!({"instanceID": "vm-victim", "nodeName": "n1"}), None).await;
     for (name, node) in [("of-another-node", "n2"), ("of-the-same-node", "n1")] {
         world.peerpod(ns, name, json!({"instanceID": "vm-victim", "nodeName": node}), None).await;
+        // Another finalizer keeps the object, so that its condition is seen.
+        world.finalizers(ns, name, &["example.org/other", FINALIZER]).await;
         world.delete(ns, name).await;
         // The VM of another owner does not keep the object for ever.
-        world.gone(ns, name).await;
+        world.has_finalizers(ns, name, &["example.org/other"]).await;
+        world.stays(ns, name, "VMNotOurs").await;
         world.has_event(ns, name, "VMNotOurs").await;
+        world.finalizers(ns, name, &[]).await;
+        world.gone(ns, name).await;
     }
     assert!(cloud.has("vm-victim"));
     assert!(cloud.deletes().iter().all(|delete| delete.vm != "vm-victim"), "{:?}", cloud.deletes());

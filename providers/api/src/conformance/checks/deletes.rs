@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 
+use super::extras::until_attached;
 use super::{hold, not_here};
 use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
@@ -123,13 +124,15 @@ async fn survives(trial: &Trial, stranger: &dyn Provider, id: &InstanceId) -> Ch
     if let Some(((ours, theirs), disk)) = both.zip(trial.harness.volume()) {
         let attached = ours.attach(id, &disk).await;
         hold!(matches!(attached, Err(Error::NotFound { .. })), "we attached to its VM: {attached:?}");
-        said("another owner's attach", theirs.attach(id, &disk).await)?;
+        // A VM of ours can have the disk, so that nothing else refuses it below.
+        let (made, _) = trial.one().await?;
+        said("addresses", provider.addresses(&made.id).await)?;
+        until_attached(ours, &made.id, &disk).await?;
+        said("detach", ours.detach(&made.id, &disk.volume).await)?;
+        until_attached(theirs, id, &disk).await?;
         let attached = ours.attach(id, &disk).await;
         hold!(matches!(attached, Err(Error::NotFound { .. })), "we have its attachment: {attached:?}");
         said("detach from another owner's VM", ours.detach(id, &disk.volume).await)?;
-        // A VM of ours could have the disk if it were free now.
-        let (made, _) = trial.one().await?;
-        said("addresses", provider.addresses(&made.id).await)?;
         let stolen = ours.attach(&made.id, &disk).await;
         hold!(disk.read_only || stolen.is_err(), "we detached its disk");
     }

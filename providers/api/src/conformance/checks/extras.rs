@@ -85,7 +85,7 @@ pub(crate) async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Ch
 }
 
 /// Repeats an attach. A provider may accept a detach before the disk is free, so the disk may be busy for a while.
-async fn until_attached(
+pub(super) async fn until_attached(
     volumes: &dyn Volumes,
     id: &crate::InstanceId,
     disk: &DiskRequest,

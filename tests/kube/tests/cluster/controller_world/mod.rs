@@ -178,6 +178,17 @@ impl World {
         self.peerpods(namespace).patch(name, &PatchParams::default(), &patch).await.unwrap();
     }
 
+    /// Waits until the PeerPod has exactly these finalizers; returns it.
+    pub async fn has_finalizers(&self, namespace: &str, name: &str, finalizers: &[&str]) -> PeerPod {
+        let peerpods = self.peerpods(namespace);
+        wait_for(&format!("PeerPod {name} to have the finalizers {finalizers:?}"), LIMIT, async || {
+            let found = peerpods.get(name).await?;
+            Ok((found.finalizers() == finalizers).then_some(found))
+        })
+        .await
+        .unwrap()
+    }
+
     pub async fn pod(&self, namespace: &str, name: &str, node: Option<&str>) -> Pod {
         let pod = json!({
             "metadata": {"name": name},
