@@ -12,7 +12,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_proto::relay::{DeleteSandboxRequest, PutSandboxRequest};
 use peerpod_proto::relay_ttrpc::RelayClient;
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    apply_filter,
+};
 use sha2::{Digest, Sha256};
 
 struct Relay(Child);
@@ -136,14 +139,18 @@ async fn a_killed_relay_is_replaced_at_the_same_sockets() {
     std::fs::remove_dir_all(base).unwrap();
 }
 
-/// Starts the program where the kernel does not know this system call.
-fn start_without(call: libc::c_long, base: &Path, more: &'static str) -> Child {
+/// Starts the program where the kernel does not know this system call, or the command that is its first argument.
+fn start_without((call, command): (libc::c_long, Option<u64>), base: &Path, more: &'static str) -> Child {
     let folders = [("paths.run-dir", "run"), ("paths.state-dir", "state"), ("relay.bundles", "bundles")];
     let words = folders.map(|(key, name)| format!("--{key}={}", base.join(name).display()));
     // The filter stays with this thread and its children.
     let started = std::thread::spawn(move || {
         let refused = SeccompAction::Errno(libc::EOPNOTSUPP.unsigned_abs());
-        let calls = BTreeMap::from([(call, Vec::new())]);
+        let rule = |command| {
+            let is_command = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, command);
+            SeccompRule::new(vec![is_command.unwrap()]).unwrap()
+        };
+        let calls = BTreeMap::from([(call, command.map(rule).into_iter().collect())]);
         let arch = std::env::consts::ARCH.try_into().unwrap();
         let filter = SeccompFilter::new(calls, SeccompAction::Allow, refused, arch).unwrap();
         apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
@@ -157,9 +164,12 @@ fn start_without(call: libc::c_long, base: &Path, more: &'static str) -> Child {
 #[tokio::test]
 async fn a_right_that_cannot_be_dropped_stops_the_start_unless_permitted() {
     let base = folder("rights");
+    let no_new_privs = Some(libc::PR_SET_NO_NEW_PRIVS.unsigned_abs().into());
     for (call, step) in [
-        (libc::SYS_capset, "drop the capabilities"),
-        (libc::SYS_landlock_create_ruleset, "restrict the files by Landlock"),
+        ((libc::SYS_prctl, no_new_privs), "set no_new_privs"),
+        ((libc::SYS_capset, None), "drop the capabilities"),
+        ((libc::SYS_landlock_create_ruleset, None), "restrict the files by Landlock"),
+        ((libc::SYS_seccomp, None), "filter system calls"),
     ] {
         let output = start_without(call, &base, "--log.level=info").wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{step}");
