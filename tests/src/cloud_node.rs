@@ -14,7 +14,7 @@ use peerpod_world::{Daemons, Settings, World, eventually, many};
 use tokio::task::JoinHandle;
 
 use crate::cloud::{PATIENCE, TestCloud};
-use crate::{Dice, fresh_id, report, stop_in_time};
+use crate::{Dice, fresh_id, is_bench, report, stop_in_time};
 
 /// Concurrent calls of StopVM. One by one they would come too slowly on a busy machine to be deleted together.
 const AT_ONCE: usize = 32;
@@ -22,11 +22,6 @@ const AT_ONCE: usize = 32;
 /// Returns whether the counts are those of the benchmarks: 500 pods, 100 kills.
 pub fn is_full() -> bool {
     crate::long() || is_bench()
-}
-
-/// Returns whether this is a benchmark: it has the machine for itself.
-fn is_bench() -> bool {
-    std::env::var_os("PEERPOD_TEST_BENCH").is_some()
 }
 
 /// Returns a world, and a listener in its node's network namespace: the cloud serves where the node can reach it.

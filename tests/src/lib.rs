@@ -46,6 +46,11 @@ pub fn report(key: &str, value: f64) {
     serde_json::to_vec_pretty(&all).ok().and_then(|bytes| std::fs::write(&path, bytes).ok());
 }
 
+/// Returns whether this is a benchmark: it has the machine for itself.
+pub fn is_bench() -> bool {
+    std::env::var_os("PEERPOD_TEST_BENCH").is_some()
+}
+
 /// Returns an id that no other test uses.
 pub fn fresh_id(name: &str) -> String {
     format!("{name}-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed))

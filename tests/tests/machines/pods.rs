@@ -3,14 +3,15 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use peerpod_client::{Annotations, exec_request};
 use peerpod_tests::machines::{PATIENCE, Place};
-use peerpod_tests::{Sandbox, fresh_id, report, stop_in_time};
+use peerpod_tests::{CONTAINER, Sandbox, fresh_id, is_bench, report, stop_in_time};
 use peerpod_world::page::{PageServer, page_for};
 use peerpod_world::ping::ping;
 use peerpod_world::{Daemons, World, eventually, stages};
+use tokio::time::timeout;
 
 /// Starts a metadata service as clouds have it: behind the VMs' gateway, which is the node here, so that the node
 /// reaches it too. It also has an ordinary address.
@@ -154,7 +155,7 @@ async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     daemons.kill_node().unwrap();
     for _ in 0..5 {
-        let ticks = tokio::time::timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
+        let ticks = timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
         assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
     }
     daemons.start_node().unwrap();
@@ -195,8 +196,17 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = place.machine(&daemons, "victim").await;
     let domain = place.libvirtd.domains().unwrap().remove(0);
+    // A shim takes the end of this call for the end of its pod.
+    let agent = machine.agent.clone();
+    let waiting = tokio::spawn(async move { (agent.wait_process(CONTAINER, "").await, Instant::now()) });
     let began = Instant::now();
     place.libvirtd.virsh(&["destroy", &domain]).unwrap();
+    let destroyed = Instant::now();
+    let (waited, over) = timeout(PATIENCE, waiting).await.expect("WaitProcess ends").unwrap();
+    waited.unwrap_err();
+    let known = over.saturating_duration_since(destroyed);
+    report("vm_death_shim_s", known.as_secs_f64());
+    assert!(!is_bench() || known < Duration::from_millis(1500), "{known:?}");
     let cause = eventually("StartVM says what became of it", PATIENCE, async || {
         machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
     });
@@ -286,7 +296,7 @@ async fn the_error_of_a_machine_that_never_dials_the_node_has_the_end_of_its_con
     let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());
     let shim = daemons.shim().await.unwrap();
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
-    let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    let error = timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     assert!(error.contains("Kernel panic") || error.contains("not syncing"), "{error}");
     stop_in_time(&shim, &id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
