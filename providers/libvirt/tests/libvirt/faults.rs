@@ -17,6 +17,7 @@ use peerpod_world::eventually;
 use peerpod_world::libvirtd::{NETWORK, POOL};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
 
 async fn gone_wrong(place: &Place, settings: &[(&str, &str)], class: &str) -> String {
     let provider = place.provider_with(settings);
@@ -176,8 +177,9 @@ async fn a_libvirtd_that_is_silent_about_kvm_is_not_waited_for() {
     let place = Place::new();
     let socket = without_answers(&place, &[GET_DOMAIN_CAPABILITIES, DOMAIN_CREATE_XML]);
     let uri = format!("qemu+unix:///system?socket={}", socket.display());
-    let provider = place.provider_with(&[("acceleration", "auto"), ("uri", &uri), ("call-timeout", "20s")]);
-    let found = provider.preflight().await.unwrap();
+    let provider = place.provider_with(&[("acceleration", "auto"), ("uri", &uri), ("call-timeout", "120s")]);
+    let found =
+        timeout(PATIENCE, provider.preflight()).await.expect("it ends before a call's limit").unwrap();
     let warnings: Vec<&String> =
         found.warnings.iter().filter(|one| one.contains("VMs are emulated")).collect();
     let [warning] = warnings[..] else { panic!("{found:?}") };
@@ -267,7 +269,7 @@ async fn vms_survive_a_restart_of_libvirtd() {
     assert_eq!(before.len(), 2);
     place.libvirtd.kill().unwrap();
     // Known without a call.
-    let away = tokio::time::timeout(PATIENCE, health.next()).await.expect("its end is noticed").unwrap();
+    let away = timeout(PATIENCE, health.next()).await.expect("its end is noticed").unwrap();
     assert!(away.as_ref().is_some_and(|why| why.contains("libvirtd")), "{away:?}");
     let text = text_of(provider.list_owned().await, "transient");
     assert!(text.contains("libvirtd"), "{text}");
@@ -282,10 +284,10 @@ async fn vms_survive_a_restart_of_libvirtd() {
     )
     .unwrap();
     place.libvirtd.begin().unwrap();
-    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
+    let told = timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
     assert_eq!(told.id, one.id);
     let again = async { while health.next().await.unwrap().is_some() {} };
-    tokio::time::timeout(PATIENCE, again).await.expect("its return is noticed");
+    timeout(PATIENCE, again).await.expect("its return is noticed");
     assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
     assert_eq!(state(&*provider, &two.id).await, Some(OwnedState::Running));
     // A repeated create from another provider does not start an ended VM, either.
@@ -305,7 +307,7 @@ async fn a_vm_destroyed_from_outside_is_reported_and_our_deletes_are_not() {
     let (ours, theirs) = (create(&*provider, 1).await, create(&*provider, 2).await);
     provider.delete(&ours.id).await.unwrap();
     place.libvirtd.virsh(&["destroy", theirs.id.as_str()]).unwrap();
-    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
+    let told = timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
     assert_eq!(told.id, theirs.id);
     let EventKind::Ended { reason } = told.kind else { panic!("{told:?}") };
     assert!(reason.contains("destroyed from outside"), "{reason}");
@@ -556,7 +558,7 @@ async fn an_early_ipv6_lease_is_not_the_only_address() {
         let (provider, id) = (provider.clone(), made.id.clone());
         async move { provider.addresses(&id).await.unwrap() }
     });
-    let early = tokio::time::timeout(Duration::from_secs(1), &mut asked).await;
+    let early = timeout(Duration::from_secs(1), &mut asked).await;
     assert!(early.is_err(), "the single address is not returned yet: {early:?}");
     place.libvirtd.lease(|own| vec![v6(own), format!("10.97.{}.{}", own[1], own[2])]).unwrap();
     let told = asked.await.unwrap();
