@@ -433,4 +433,4 @@ impl Storage for PodStorage {
 
 mod direct;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

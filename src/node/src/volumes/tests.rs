@@ -19,7 +19,7 @@ impl Drop for Folder {
     }
 }
 
-fn record(uid: &str, handle: &str, attach: Attach) -> Record {
+pub(crate) fn record(uid: &str, handle: &str, attach: Attach) -> Record {
     Record {
         version: VERSION,
         volume: GuestVolume {
@@ -190,7 +190,7 @@ fn credentials_of_a_share_reach_the_guest_only() {
 }
 
 /// Provider with these VMs, all of them running.
-struct Vms(Mutex<Vec<&'static str>>);
+pub(crate) struct Vms(pub(crate) Mutex<Vec<&'static str>>);
 
 #[async_trait]
 impl Provider for Vms {

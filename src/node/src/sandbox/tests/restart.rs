@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use sha2::{Digest, Sha256};
 
@@ -11,6 +11,7 @@ use super::node::*;
 use super::world::*;
 use crate::cluster::Recorded;
 use crate::ledger::{Inbox, Ledger};
+use crate::ports::NodeClock;
 use crate::rpc;
 use crate::sandbox::ports::Trusted;
 use crate::sandbox::{ClaimRefused, Error, Orphans, Stop};
@@ -64,6 +65,31 @@ async fn an_acknowledged_stop_is_applied_first() {
     // The create with the lost answer was repeated once with its key, in order to delete its VM.
     assert!(world.create_calls() <= calls + 1);
     node.kill().await;
+}
+
+/// The wall clock is set two days ahead or back while the node is down. A tombstone lasts as long as before.
+#[tokio::test(start_paused = true)]
+async fn a_step_of_the_wall_clock_frees_no_stopped_sandbox() {
+    let (day, wall) = (Duration::from_secs(86_400), SystemTime::now());
+    for (name, wall_then) in [("ahead", wall + 2 * day), ("back", wall - 2 * day)] {
+        let (world, dir) = (World::new(1), Dir::new());
+        let set_clock = |wall| {
+            let clock = NodeClock::open(&dir.0, "boot", wall).unwrap();
+            *world.clock.lock().unwrap() = Some(Arc::new(clock));
+        };
+        set_clock(wall);
+        let node = Node::start(&world, &dir).await;
+        node.table.stop(&id("late"), Stop::Called).await.unwrap();
+        node.kill().await;
+        set_clock(wall_then);
+        let node = Node::start(&world, &dir).await;
+        // The reaper runs meanwhile.
+        tokio::time::sleep(Duration::from_secs(3600)).await;
+        drop(node.create("late").await);
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!((node.phase("late").as_str(), world.create_calls()), ("gone", 0), "{name}");
+        node.kill().await;
+    }
 }
 
 /// Stops a running sandbox, an unknown one, and, before these two, one with a record that cannot be written.

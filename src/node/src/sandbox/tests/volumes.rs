@@ -1,20 +1,24 @@
 //! Tests sandboxes whose pods have volumes.
 
+use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use peerpod_provider_api::{EventKind, ProviderEvent};
-use peerpod_volume::descriptor::VERSION;
-use peerpod_volume::{GuestVolume, Mode, Source, VolumeId};
+use peerpod_volume::descriptor::{Attach, VERSION};
+use peerpod_volume::records::{Attached, Records};
+use peerpod_volume::{GuestVolume, Identity, Mode, Source, VolumeId};
 use tokio::time::{Instant, sleep};
 
 use super::node::*;
 use super::world::*;
 use crate::ledger::Ledger;
-use crate::sandbox::Stop;
 use crate::sandbox::ports::CloudError;
-use crate::volumes::{PodVolume, PodVolumes};
+use crate::sandbox::{CreateVm, Stop};
+use crate::volumes::tests::{Vms, record};
+use crate::volumes::{PodStorage, PodVolume, PodVolumes, Volumes};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -72,6 +76,44 @@ async fn a_vm_of_an_earlier_process_is_deleted_when_its_pod_has_lost_its_volumes
     let node = Node::start(&world, &dir).await;
     node.until("it is gone", |node| node.phase("a") == "gone").await;
     assert_eq!((world.vms(), world.made()), (0, 1));
+    node.kill().await;
+}
+
+/// The record of a sandbox is lost, and its VM lives. The next sandbox of the pod waits until that VM is gone.
+#[tokio::test(start_paused = true)]
+async fn a_quarantined_sandbox_keeps_its_volumes_until_its_vm_is_gone() {
+    let (world, dir) = (World::new(1), Dir::new());
+    let (folder, provider) = (dir.0.join("volumes"), Arc::new(Vms(Mutex::new(vec!["i-1"]))));
+    let mut record = record("u", "v", Attach::Driver);
+    record.pod.namespace = "default".into();
+    record.pod.name = "pod-a".into();
+    let records = Records::new(&folder);
+    records.put(&record).unwrap();
+    let driver_attaches = |vm: &str| {
+        let identity = Identity::Serial(vm.into());
+        let attached = Attached { version: VERSION, instance: vm.into(), identity };
+        records.put_attached("u", &record.volume.id, &attached).unwrap();
+    };
+    driver_attaches("i-1");
+    let storage = PodStorage { volumes: Volumes::new(&folder, None, None), provider: provider.clone() };
+    *world.storage.lock().unwrap() = Some(Arc::new(storage));
+    let node = Node::start(&world, &dir).await;
+    node.run("a").await;
+    assert_eq!(world.state().vms.keys().next().unwrap().as_str(), "i-1");
+    node.kill().await;
+    fs::write(dir.0.join("sandboxes/a.json"), "{").unwrap();
+    assert_eq!(Ledger::open(&dir.0).unwrap().load().unwrap().quarantined.len(), 1);
+    let node = Node::start(&world, &dir).await;
+    assert_eq!(node.phase("a"), "-");
+    let again = CreateVm { id: id("b"), netns: "/run/netns/b".into(), ..create_vm("a") };
+    node.table.create(again).await.unwrap();
+    sleep(60 * SECOND).await;
+    assert_eq!((node.phase("b").as_str(), world.create_calls()), ("booting", 1));
+    world.state().vms.clear();
+    provider.0.lock().clear();
+    driver_attaches("i-2");
+    node.table.start(&id("b")).await.unwrap();
+    assert_eq!((world.vms(), world.create_calls()), (1, 2));
     node.kill().await;
 }
 

@@ -156,6 +156,9 @@ pub(super) struct World {
     pub announce_takes: Mutex<Duration>,
     /// Volumes of every pod.
     pub volumes: Mutex<Option<PodVolumes>>,
+    /// Storage and clock in the place of this world's, from the next start of a node on.
+    pub storage: Mutex<Option<Arc<dyn Storage>>>,
+    pub clock: Mutex<Option<Arc<dyn Clock>>>,
     pub flush_takes: Mutex<Duration>,
     pub expect_fails: Mutex<Option<CloudError>>,
     /// PeerPods that the cluster lists, or the API server's error.
@@ -264,6 +267,8 @@ impl World {
             in_cluster: AtomicBool::new(false),
             announce_takes: Mutex::default(),
             volumes: Mutex::default(),
+            storage: Mutex::default(),
+            clock: Mutex::default(),
             flush_takes: Mutex::default(),
             expect_fails: Mutex::default(),
             peerpods: Mutex::new(Ok(Vec::new())),
@@ -466,13 +471,14 @@ impl Fake {
         Arc::new(Fake { world, ledger, fuse, guests: Mutex::default(), start: Instant::now(), start_ms })
     }
 
-    /// Returns this fake behind all ports.
+    /// Returns this fake behind all ports that the world has nothing else for.
     pub(super) fn ports(self: &Arc<Fake>) -> Ports {
+        let (clock, storage) = (self.world.clock.lock().unwrap(), self.world.storage.lock().unwrap());
         Ports {
-            clock: self.clone(),
+            clock: clock.clone().unwrap_or_else(|| self.clone()),
             store: self.clone(),
             cloud: self.clone(),
-            storage: self.clone(),
+            storage: storage.clone().unwrap_or_else(|| self.clone()),
             network: self.clone(),
             relay: self.clone(),
             identity: self.clone(),
