@@ -484,10 +484,10 @@ async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
         sandboxes.push(Sandbox::start(&world, &daemons, name).await.unwrap());
     }
     disk.freeze();
-    let ids =
-        (0..100).map(|number| sandboxes.get(number).map_or_else(|| fresh_id("none"), |one| one.id.clone()));
+    let unknown = (sandboxes.len()..100).map(|_| fresh_id("none"));
+    let ids: Vec<String> = sandboxes.iter().map(|one| one.id.clone()).chain(unknown).collect();
     let shim = &sandboxes[0].shim;
-    let stopped = join_all(ids.map(|id| async move { stop_in_time(shim, &id).await })).await;
+    let stopped = join_all(ids.iter().map(|id| stop_in_time(shim, id))).await;
     // Both are killed before a write ends; the kernel ends a process that writes only after the thaw.
     let pids = [daemons.relay_pid().unwrap(), daemons.node_pid().unwrap()];
     for pid in pids {
@@ -499,11 +499,13 @@ async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     }
     daemons.kill_relay().unwrap();
     daemons.kill_node().unwrap();
+    let log = std::fs::read_to_string(daemons.log("relay")).unwrap();
+    assert!(log.contains("the state's disk stalls: stop kept in the run-dir"), "{log}");
     daemons.start_relay().unwrap();
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
-    for sandbox in &sandboxes {
-        daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
+    for id in &ids {
+        daemons.gone(id, PATIENCE).await.unwrap();
     }
     eventually("no stop is kept any more", PATIENCE, async || {
         std::fs::read_dir(daemons.run_dir().join("stops")).ok()?.next().is_none().then_some(())
