@@ -14,17 +14,22 @@ WITH := $(if $(CLOUDS),$(CLOUD_FEATURES))
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
-# Of the programs; this machine's, because nothing is linked for another one. VM images exist for x86_64 only.
+# Of the programs and VM images: this machine's. check-arch and the image targets take another one, with a C compiler for it.
 ARCH := $(shell uname -m)
+OTHER_ARCH := $(filter-out $(shell uname -m),$(ARCH))
+MUSL_CC := $(if $(OTHER_ARCH),$(ARCH)-linux-gnu-gcc,musl-gcc)
+check-arch image-bins: export CC_$(ARCH)_unknown_linux_musl ?= $(MUSL_CC)
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
+# ARCH=x86_64|aarch64: of the images; those for another machine are in target/image/ARCH.
 # KATA=PATH|VERSION: the Kata release that has agent and pause bundle; or KATA_AGENT=PATH and PAUSE_BUNDLE=DIR as files.
 # GUEST_COMPONENTS=DIR: further programs of others for the image.
 # FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/vm-image/README.md.
-IMAGE_TARGET := x86_64-unknown-linux-musl
+IMAGE_TARGET := $(ARCH)-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
+IMAGES := $(TARGET)/image$(OTHER_ARCH:%=/%)
 IMAGE := $(TARGET)/debug/peerpod-image
-IMAGE_SOURCE = --cache $(TARGET)/image/cache $(if $(LOCKED),,--newest-if-gone) \
+IMAGE_SOURCE = --arch $(ARCH) --cache $(TARGET)/image/cache $(if $(LOCKED),,--newest-if-gone) \
 	$(if $(MIRROR),--mirror $(MIRROR) --security-mirror $(SECURITY_MIRROR)) $(if $(SNAPSHOTS),--snapshots $(SNAPSHOTS))
 IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE_BINS)/peerpod-pull \
 	$(if $(KATA),--kata $(KATA)) $(if $(KATA_AGENT),--kata-agent $(KATA_AGENT)) \
@@ -38,7 +43,7 @@ setup:
 	@scripts/setup
 
 setup-image:
-	@scripts/setup image
+	@scripts/setup image $(ARCH)
 
 setup-dist:
 	@scripts/setup dist
@@ -46,29 +51,31 @@ setup-dist:
 bins: setup
 	$(CARGO) build --locked $(BINS)
 
-# target/image/minimal: kernel and initramfs. target/image/disk: a disk for clouds. See podvm/vm-image/README.md.
+# target/image/minimal: kernel and initramfs. target/image/disk: a disk for clouds. `make image ARCH=aarch64`: both for
+# another architecture. See podvm/vm-image/README.md.
 image: image-minimal image-disk
 
 image-minimal: image-bins
-	$(IMAGE) minimal $(IMAGE_PARTS) --out $(TARGET)/image/minimal
+	$(IMAGE) minimal $(IMAGE_PARTS) --out $(IMAGES)/minimal
 
 image-disk: image-bins
-	$(IMAGE) disk $(IMAGE_PARTS) --initrd $(IMAGE_BINS)/peerpod-initrd --out $(TARGET)/image/disk \
+	$(IMAGE) disk $(IMAGE_PARTS) --initrd $(IMAGE_BINS)/peerpod-initrd --out $(IMAGES)/disk \
 		$(if $(FORMATS),--formats $(FORMATS)) $(if $(filter off,$(VERITY)),--no-verity)
 
 image-bins: setup-image
 	$(CARGO) build --locked --workspace --bin peerpod-image $(WITH)
-	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-images -p peerpod-initrd \
+	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) \
+		$(if $(OTHER_ARCH),--config 'target.$(IMAGE_TARGET).linker="$(MUSL_CC)"') \
+		-p peerpod-guest -p peerpod-images -p peerpod-initrd \
 		$(if $(KATA)$(KATA_AGENT),,-p peerpod-test-agent)
 
-# Writes podvm/vm-image/packages.lock anew, with the newest versions.
+# Writes podvm/vm-image/packages.ARCH.lock anew, with the newest versions.
 image-lock:
-	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
+	$(CARGO) run --locked -p peerpod-image -- lock --arch $(ARCH) --cache $(TARGET)/image/cache
 
 # Whether everything that is shipped compiles for another architecture: `make check-arch ARCH=aarch64`. Needs the Rust
 # target, and a C compiler for it (package gcc-aarch64-linux-gnu) on a machine of another architecture.
 SHIPPED = $(DIST_PACKAGES) peerpod-guest peerpod-images peerpod-initrd peerpod-wireguard
-check-arch: export CC_aarch64_unknown_linux_musl ?= $(if $(filter x86_64,$(shell uname -m)),aarch64-linux-gnu-gcc,musl-gcc)
 check-arch:
 	$(CARGO) check --locked --target $(ARCH)-unknown-linux-musl $(SHIPPED:%=-p %) $(DIST_WITH)
 
@@ -157,10 +164,13 @@ bench-kube: setup
 	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture check controller webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side, of the CSI wrapper and, with
-# KATA_DIR, of pods on a real node; then each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
-# waits for is mostly processes, namespaces and deadlines, not our code.
+# KATA_DIR, of pods on a real node; the VM images for aarch64 in emulated machines; then each fuzz target, FUZZ_SECONDS
+# long, and the documented commands of at most 20 minutes. Not an optimised build: what it waits for is mostly processes,
+# namespaces and deadlines, not our code.
 test-long: FUZZ_SECONDS = 600
 test-long: setup image
+	scripts/setup long
+	$(MAKE) image ARCH=aarch64
 	tests/csi/build $(if $(KATA_DIR),sidecars)
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)

@@ -18,19 +18,22 @@ const HYPERV_ISOLATION: u32 = 0x4000_000c;
 /// EAX, EBX, ECX, EDX.
 type Registers = [u32; 4];
 
-/// Returns whether this VM's memory is hidden from its host.
-#[cfg(target_arch = "x86_64")]
+/// Returns whether this VM's memory is hidden from its host. On other processors than x86 it returns false, because the
+/// detection is not implemented.
 pub(crate) fn is_vm() -> bool {
-    is_confidential(|leaf| {
-        let found = std::arch::x86_64::__cpuid_count(leaf, 0);
-        [found.eax, found.ebx, found.ecx, found.edx]
-    })
+    is_confidential(cpuid)
 }
 
-/// Returns false: detection on other processors is not implemented.
+#[cfg(target_arch = "x86_64")]
+fn cpuid(leaf: u32) -> Registers {
+    let found = std::arch::x86_64::__cpuid_count(leaf, 0);
+    [found.eax, found.ebx, found.ecx, found.edx]
+}
+
+/// Returns the answer of a processor without such leaves.
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn is_vm() -> bool {
-    false
+fn cpuid(_: u32) -> Registers {
+    [0; 4]
 }
 
 fn is_confidential(cpuid: impl Fn(u32) -> Registers) -> bool {

@@ -1,7 +1,7 @@
 //! Fetches Debian packages with apt's own tools. Lists, cache and sources are in a folder of the build, so no root is
 //! needed and the machine's package state is neither read nor changed.
 //!
-//! apt verifies each package against the archive's signature. [`Store`] then verifies it against `packages.lock` and
+//! apt verifies each package against the archive's signature. [`Store`] then verifies it against the lock and
 //! keeps it under its digest.
 
 use std::fs::{self, File};
@@ -10,6 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
 
+use crate::arch::Arch;
 use crate::lock::{Lock, Package, words};
 use crate::report::sha256;
 use crate::run;
@@ -25,6 +26,7 @@ pub(crate) type Archive = Option<(String, String)>;
 /// Package cache, and the archive that fills it.
 pub(crate) struct Store {
     folder: PathBuf,
+    pub(crate) arch: Arch,
     archive: Archive,
     /// URL of an archive of old packages.
     snapshots: Option<String>,
@@ -33,7 +35,12 @@ pub(crate) struct Store {
 
 impl Store {
     /// Opens the cache folder, and waits until no other process holds its lock.
-    pub(crate) fn open(folder: &Path, archive: Archive, snapshots: Option<String>) -> anyhow::Result<Store> {
+    pub(crate) fn open(
+        folder: &Path,
+        arch: Arch,
+        archive: Archive,
+        snapshots: Option<String>,
+    ) -> anyhow::Result<Store> {
         let what = || format!("make the cache folder {}", folder.display());
         for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
             fs::create_dir_all(folder.join(sub)).with_context(what)?;
@@ -41,7 +48,7 @@ impl Store {
         let folder = folder.canonicalize()?;
         let lock = File::create(folder.join("lock")).with_context(what)?;
         lock.lock().with_context(what)?;
-        Ok(Store { folder, archive, snapshots, _lock: lock })
+        Ok(Store { folder, arch, archive, snapshots, _lock: lock })
     }
 
     /// Returns the files of all packages of a lock, in its order; fetches those that are not in the cache.
@@ -52,8 +59,10 @@ impl Store {
                 missing.iter().map(|Package { name, version, .. }| format!("{name}={version}")).collect();
             if let Err(now) = self.update(&self.archive).and_then(|()| self.download(&exact)) {
                 // Debian's archive has only the newest version of a package; the snapshots have all versions.
-                let what =
-                    "fetch the packages of packages.lock (`make image-lock` writes it anew, with newer ones)";
+                let what = format!(
+                    "fetch the locked packages (`make image-lock ARCH={}` writes the lock anew, with newer ones)",
+                    self.arch.name()
+                );
                 let Some(snapshots) = &self.snapshots else { return Err(now).context(what) };
                 let [main, security] =
                     ["debian", "debian-security"].map(|part| format!("{snapshots}/{part}/{}", lock.snapshot));
@@ -78,7 +87,7 @@ impl Store {
     pub(crate) fn newest(&self, list: &str) -> anyhow::Result<Lock> {
         self.update(&self.archive)?;
         let mut wanted = Vec::new();
-        for name in words(list) {
+        for name in words(list, &[self.arch.name()]) {
             // The kernel's metapackage depends on the real one, which has the release in its name.
             wanted.push(if name.starts_with("linux-image-") { self.depends(name)? } else { name.to_owned() });
         }
@@ -122,7 +131,8 @@ impl Store {
         }
         match archive {
             Some((main, security)) => {
-                let options = format!("[arch=amd64 check-valid-until=no signed-by={KEYRING}]");
+                let options =
+                    format!("[arch={} check-valid-until=no signed-by={KEYRING}]", self.arch.facts().debian);
                 let sources = format!(
                     "deb {options} {main} {RELEASE} main\ndeb {options} {main} {RELEASE}-updates main\n\
                      deb {options} {security} {RELEASE}-security main\n"
@@ -176,8 +186,6 @@ impl Store {
         let others = [
             "Dir::Etc::preferences=/dev/null",
             "Dir::Etc::preferencesparts=/dev/null",
-            "APT::Architecture=amd64",
-            "APT::Architectures=amd64",
             "APT::Sandbox::User=root", // apt may not change to another user here
             "APT::Get::List-Cleanup=false",
             "Acquire::Languages=none",
@@ -186,6 +194,9 @@ impl Store {
         ];
         for option in others {
             command.args(["-o", option]);
+        }
+        for key in ["APT::Architecture", "APT::Architectures"] {
+            command.arg("-o").arg(format!("{key}={}", self.arch.facts().debian));
         }
         command.arg("-q");
         command

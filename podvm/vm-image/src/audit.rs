@@ -3,6 +3,7 @@
 
 use anyhow::bail;
 
+use crate::arch::Arch;
 use crate::program::{Program, is_program};
 use crate::tree::{Node, Tree};
 
@@ -29,15 +30,16 @@ const UNINITIALIZED: &str = "uninitialized";
 /// Text that begins a private key.
 const KEY: &[u8] = b"PRIVATE KEY-----";
 
-pub(crate) fn check(tree: &Tree) -> anyhow::Result<()> {
-    let found = findings(tree);
+/// Fails with a list of the files that an image for `arch` may not have.
+pub(crate) fn check(tree: &Tree, arch: Arch) -> anyhow::Result<()> {
+    let found = findings(tree, arch);
     if found.is_empty() {
         return Ok(());
     }
     bail!("the image fails the audit:\n  {}", found.join("\n  "))
 }
 
-fn findings(tree: &Tree) -> Vec<String> {
+fn findings(tree: &Tree, arch: Arch) -> Vec<String> {
     let mut found = Vec::new();
     for (path, node) in tree.iter() {
         let name = path.rsplit('/').next().unwrap_or_default();
@@ -58,7 +60,7 @@ fn findings(tree: &Tree) -> Vec<String> {
             found.push(format!("/{path}: a key"));
         }
         match node {
-            Node::File { mode, content } => file(tree, path, *mode, content, &mut found),
+            Node::File { mode, content } => found.extend(file(tree, arch, path, *mode, content)),
             Node::Directory { mode } if mode & 0o002 != 0 && mode & 0o1000 == 0 => {
                 found.push(format!("/{path}: a world-writable folder"));
             }
@@ -69,23 +71,23 @@ fn findings(tree: &Tree) -> Vec<String> {
     found
 }
 
-fn file(tree: &Tree, path: &str, mode: u32, content: &[u8], found: &mut Vec<String>) {
+fn file(tree: &Tree, arch: Arch, path: &str, mode: u32, content: &[u8]) -> Vec<String> {
+    let mut found = Vec::new();
     if mode & 0o7002 != 0 {
         found.push(format!("/{path}: mode {mode:o}: set-id, or world-writable"));
     }
     if path.ends_with(".ko") {
-        return;
+        return found;
     }
     if !is_program(content) {
         if content.windows(KEY.len()).any(|window| window == KEY) {
             found.push(format!("/{path}: a private key"));
         }
-        return;
+        return found;
     }
-    if path.starts_with("pause_bundle/") {
-        return; // a container's root directory, with its own libraries
-    }
-    match Program::read(content) {
+    match Program::read(content, arch) {
+        // The root directory of a container, with its own libraries.
+        Ok(_) if path.starts_with("pause_bundle/") => {}
         Ok(program) => {
             let missing = program.missing(tree);
             if !missing.is_empty() {
@@ -94,6 +96,7 @@ fn file(tree: &Tree, path: &str, mode: u32, content: &[u8], found: &mut Vec<Stri
         }
         Err(error) => found.push(format!("/{path}: {error:#}")),
     }
+    found
 }
 
 fn is_mask(node: &Node) -> bool {
@@ -132,9 +135,9 @@ mod tests {
         let mut tree = Tree::merged();
         tree.file("etc/passwd", 0o644, *b"root:x:0:0:root:/:/usr/sbin/nologin\n");
         tree.file("etc/machine-id", 0o444, *b"uninitialized\n");
-        assert_eq!(findings(&tree), Vec::<String>::new());
+        assert_eq!(findings(&tree, Arch::X86_64), Vec::<String>::new());
         tree.file(path, mode, content.as_bytes());
-        findings(&tree).join("; ")
+        findings(&tree, Arch::X86_64).join("; ")
     }
 
     #[test]
@@ -155,6 +158,7 @@ mod tests {
             ("usr/bin/mount", 0o4755, "", "set-id"),
             ("etc/motd", 0o666, "", "world-writable"),
             ("usr/bin/agent", 0o755, "\x7fELF", "/usr/bin/agent: "),
+            ("pause_bundle/rootfs/pause", 0o755, "\x7fELF", "/pause_bundle/rootfs/pause: "),
         ] {
             let found = one(path, mode, content);
             assert!(found.contains(part), "{path}: {found}");
@@ -165,6 +169,6 @@ mod tests {
     fn a_masked_unit_is_accepted() {
         let mut tree = Tree::merged();
         tree.link("etc/systemd/system/getty.target", "/dev/null");
-        assert_eq!(findings(&tree), Vec::<String>::new());
+        assert_eq!(findings(&tree, Arch::X86_64), Vec::<String>::new());
     }
 }

@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 
+use crate::arch::Arch;
+use crate::inputs::{self, Inputs};
 use crate::kata::Kata;
+use crate::program;
 use crate::report::{Report, sha256};
 use crate::tree::Tree;
-use crate::{inputs, program};
 
 /// Path of the agent, a kata-agent or the test agent.
 const AGENT: &str = "usr/local/bin/kata-agent";
@@ -66,9 +68,9 @@ pub(crate) fn beside(name: &str) -> PathBuf {
 
 impl Parts {
     /// Takes agent and pause bundle out of the Kata release of `--kata`, into a folder in `work`.
-    pub(crate) fn find_kata(&mut self, cache: &Path, work: &Path) -> anyhow::Result<()> {
+    pub(crate) fn find_kata(&mut self, arch: Arch, cache: &Path, work: &Path) -> anyhow::Result<()> {
         let Some(source) = &self.kata else { return Ok(()) };
-        let found = Kata::find(source, cache, &inputs::folder(work, "kata")?)?;
+        let found = Kata::find(source, arch, cache, &inputs::folder(work, "kata")?)?;
         (self.kata_agent, self.pause_bundle) = (Some(found.agent), found.pause_bundle);
         Ok(())
     }
@@ -78,11 +80,11 @@ impl Parts {
         &self,
         tree: &mut Tree,
         guest_path: &str,
-        packages: &Tree,
+        inputs: &Inputs,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        add_static(tree, guest_path, &self.guest)?;
-        add_static(tree, PULL, &self.pull)?;
+        add_static(tree, guest_path, &self.guest, inputs.arch)?;
+        add_static(tree, PULL, &self.pull, inputs.arch)?;
         tree.file("etc/peerpod/guest.json", 0o644, SETTINGS.as_bytes());
         self.sources(tree)?;
         if let Some(folder) = &self.guest_components {
@@ -104,7 +106,7 @@ impl Parts {
             }
         }
         let option = if report.test_agent { "--test-agent" } else { "--kata-agent" };
-        program::check_supplied(AGENT, tree, packages).context(option)?;
+        program::check_supplied(AGENT, tree, &inputs.packages, inputs.arch).context(option)?;
         tree.file("etc/agent-config.toml", 0o644, AGENT_CONFIG.as_bytes());
         if let Some(bundle) = &self.pause_bundle {
             for part in ["config.json", "rootfs"] {
@@ -140,15 +142,16 @@ impl Parts {
 }
 
 /// Adds a static program, which runs independently of the image's libraries.
-pub(crate) fn add_static(tree: &mut Tree, path: &str, from: &Path) -> anyhow::Result<()> {
+pub(crate) fn add_static(tree: &mut Tree, path: &str, from: &Path, arch: Arch) -> anyhow::Result<()> {
     tree.add_file(path, from)?;
     let content = tree.content(path).unwrap_or_default();
     let from = from.display();
-    let program = program::Program::read(content).with_context(|| from.to_string())?;
+    let program = program::Program::read(content, arch).with_context(|| from.to_string())?;
     let needs = program.libraries.join(", ");
     ensure!(
         program.interpreter.is_none() && needs.is_empty(),
-        "{from}: must be a static build (--target x86_64-unknown-linux-musl): it needs {needs}"
+        "{from}: must be a static build (--target {}-unknown-linux-musl): it needs {needs}",
+        arch.name()
     );
     Ok(())
 }

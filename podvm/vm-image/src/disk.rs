@@ -46,15 +46,15 @@ pub(crate) struct Options {
 
 pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Path) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
-    let mut report = Report::new("disk", &release, &inputs.lock.packages);
+    let mut report = Report::new("disk", &release, inputs);
     let work = inputs.work("disk")?;
     let root = root(inputs, parts, options, &release, &mut report)?;
-    audit::check(&root)?;
+    audit::check(&root, inputs.arch)?;
     let erofs = erofs(inputs, &root, &work)?;
     let verity = if options.no_verity { None } else { Some(verity::hashes(&erofs, &work)?) };
 
-    report.cmdline = cmdline::line(&["disk"]);
-    report.cmdline_emulated = cmdline::line(&["disk", "emulated"]);
+    report.cmdline = cmdline::line(inputs.arch, &["disk"]);
+    report.cmdline_emulated = cmdline::line(inputs.arch, &["disk", "emulated"]);
     if let Some(verity) = &verity {
         for line in [&mut report.cmdline, &mut report.cmdline_emulated] {
             *line = format!("{line} roothash={}", verity.root_hash);
@@ -62,14 +62,15 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
         report.root_hash = Some(verity.root_hash.clone());
     }
     let initramfs = initramfs(inputs, options, &release)?;
-    audit::check(&initramfs)?;
+    audit::check(&initramfs, inputs.arch)?;
     let initramfs = compress(&cpio::archive(&initramfs, inputs.lock.epoch))?;
     let program = uki::build(inputs, &release, &initramfs, &report.cmdline, &work)?;
 
     let identity = verity.as_ref().map_or_else(|| sha256(&erofs), |verity| verity.root_hash.clone());
     ensure!(identity.len() == IDENTITY_LEN, "the root hash {identity} is no SHA-256 hash");
     let hashes = verity.as_ref().map(|verity| &*verity.tree);
-    let raw = gpt::disk(&uki::partition(&program)?, &erofs, hashes, &identity, &work)?;
+    let raw =
+        gpt::disk(&uki::partition(&program, inputs.arch)?, &erofs, hashes, &identity, inputs.arch, &work)?;
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     formats::write(&raw, &options.formats, &identity, out, &mut report)?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
@@ -92,14 +93,14 @@ fn root(
     }
     tree.link("usr/sbin/init", "/usr/lib/systemd/systemd");
     content::certificates(&mut tree, &inputs.packages)?;
-    for file in words(FILES) {
+    for file in words(FILES, &[]) {
         tree.take(&inputs.packages, file)?;
     }
     tree.add_folder("", &options.rootfs).context("--rootfs")?;
     tree.file("etc/systemd/system/peerpod-guest.service", 0o644, UNIT.as_bytes());
-    parts.add(&mut tree, "usr/local/bin/peerpod-guest", &inputs.packages, report)?;
-    program::complete(&mut tree, &inputs.packages)?;
-    modules::add(&mut tree, &inputs.packages, release, &inputs.work("modules")?)?;
+    parts.add(&mut tree, "usr/local/bin/peerpod-guest", inputs, report)?;
+    program::complete(&mut tree, &inputs.packages, inputs.arch)?;
+    modules::add(&mut tree, inputs, release)?;
     Ok(tree)
 }
 
@@ -126,8 +127,9 @@ fn initramfs(inputs: &Inputs, options: &Options, release: &str) -> anyhow::Resul
     for folder in ["dev", "proc", "sys", "sysroot"] {
         tree.directory(folder, 0o755);
     }
-    content::add_static(&mut tree, "init", &options.initrd)?;
-    let list = modules::in_order(&mut tree, &inputs.packages, release, words(INITRD_MODULES))?;
+    content::add_static(&mut tree, "init", &options.initrd, inputs.arch)?;
+    let wanted = words(INITRD_MODULES, &[inputs.arch.name()]);
+    let list = modules::in_order(&mut tree, &inputs.packages, release, wanted)?;
     tree.file("etc/modules.list", 0o644, list.into_bytes());
     Ok(tree)
 }

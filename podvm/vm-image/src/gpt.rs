@@ -7,14 +7,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
+use crate::arch::Arch;
 use crate::report::sha256;
 use crate::run;
 
 const SECTOR: usize = 512;
 const MIB: usize = 1 << 20;
 const ESP: &str = "c12a7328-f81f-11d2-ba4b-00a0c93ec93b";
-const ROOT: &str = "4f68bce3-e8cd-4db1-96e7-fbcaf984b709";
-const VERITY: &str = "2c7357ed-ebd2-46d9-aec1-23d437ec2bf5";
 
 /// Returns the first 128 bits of a hexadecimal hash, unchanged, as a UUID.
 pub(crate) fn uuid(hash: &str) -> String {
@@ -27,14 +26,15 @@ pub(crate) fn disk(
     root: &[u8],
     hashes: Option<&[u8]>,
     identity: &str,
+    arch: Arch,
     work: &Path,
 ) -> anyhow::Result<PathBuf> {
     let path = work.join("disk.raw");
     let what = || format!("write {}", path.display());
     let partitions = [
         Some(("peerpod-efi", ESP, uuid(&sha256(format!("{identity} efi").as_bytes())), esp)),
-        Some(("peerpod-root", ROOT, uuid(identity), root)),
-        hashes.map(|hashes| ("peerpod-verity", VERITY, uuid(&identity[32..]), hashes)),
+        Some(("peerpod-root", arch.facts().root, uuid(identity), root)),
+        hashes.map(|hashes| ("peerpod-verity", arch.facts().verity, uuid(&identity[32..]), hashes)),
     ];
     let (id, first) = (uuid(&sha256(format!("{identity} disk").as_bytes())), MIB / SECTOR);
     let mut script = format!("label: gpt\nlabel-id: {id}\nunit: sectors\nfirst-lba: {first}\n");
@@ -84,5 +84,21 @@ mod tests {
         let hash = "00112233445566778899aabbccddeeff".repeat(2);
         assert_eq!(uuid(&hash), "00112233-4455-6677-8899-aabbccddeeff");
         assert_eq!(uuid(&hash[32..]), uuid(&hash));
+    }
+
+    #[test]
+    fn the_partitions_have_the_types_of_the_architecture() {
+        let work = std::env::temp_dir().join(format!("peerpod-gpt-{}", std::process::id()));
+        std::fs::create_dir_all(&work).unwrap();
+        for (arch, name) in [(Arch::X86_64, "x86-64"), (Arch::Aarch64, "ARM-64")] {
+            let path = disk(&[1], &[2], Some(&[3]), &"ab".repeat(32), arch, &work).unwrap();
+            let listed =
+                run::output(run::tool("sfdisk").args(["--list", "--output", "Type"]).arg(&path)).unwrap();
+            let listed = String::from_utf8(listed).unwrap();
+            let types: Vec<&str> = listed.lines().skip_while(|line| *line != "Type").collect();
+            let (root, verity) = (format!("Linux root ({name})"), format!("Linux root verity ({name})"));
+            assert_eq!(types, ["Type", "EFI System", &root, &verity]);
+        }
+        std::fs::remove_dir_all(&work).unwrap();
     }
 }

@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 
 use crate::apt::Store;
+use crate::arch::Arch;
 use crate::deb;
 use crate::lock::Lock;
 use crate::tree::Tree;
 
 /// Locked packages, and a folder to work in.
 pub(crate) struct Inputs {
+    pub(crate) arch: Arch,
     pub(crate) lock: Lock,
     pub(crate) packages: Tree,
     work: PathBuf,
@@ -24,7 +26,7 @@ impl Inputs {
         for package in store.packages(&lock)? {
             deb::add(&mut packages, &package)?;
         }
-        Ok(Inputs { lock, packages, work: work.to_owned() })
+        Ok(Inputs { arch: store.arch, lock, packages, work: work.to_owned() })
     }
 
     pub(crate) fn file(&self, path: &str) -> anyhow::Result<&[u8]> {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
+use crate::arch::Arch;
 use crate::run;
 
 /// Guest images of a release, best first: the confidential one has a pause bundle.
@@ -21,8 +22,6 @@ const SHARE: &str = "share/kata-containers";
 const AGENT: &str = "usr/bin/kata-agent";
 const PAUSE_BUNDLE: &str = "pause_bundle";
 const RELEASES: &str = "https://github.com/kata-containers/kata-containers/releases/download";
-/// Architecture of the archive.
-const ARCH: &str = "amd64";
 /// Endings of archives, newest first.
 const ARCHIVES: [&str; 2] = ["tar.zst", "tar.xz"];
 /// Copy of the root file system, in the folder of the work.
@@ -37,16 +36,16 @@ pub(crate) struct Kata {
 }
 
 impl Kata {
-    /// Finds both parts in `source`: a folder, an archive, a guest image, or the version of a release to download into
-    /// `cache`. Unpacks into `work`, an empty folder.
-    pub(crate) fn find(source: &str, cache: &Path, work: &Path) -> anyhow::Result<Kata> {
+    /// Finds both parts in `source`: a folder, an archive, a guest image, or the version of a release for `arch` to
+    /// download into `cache`. Unpacks into `work`, an empty folder.
+    pub(crate) fn find(source: &str, arch: Arch, cache: &Path, work: &Path) -> anyhow::Result<Kata> {
         let path = PathBuf::from(source);
         let found = if path.is_dir() {
             unpacked(&path, work)
         } else if path.is_file() {
             file(&path, work)
         } else if is_version(source) {
-            download(source, cache).and_then(|archive| file(&archive, work))
+            download(source, arch, cache).and_then(|archive| file(&archive, work))
         } else {
             bail!("--kata {source}: neither a file, a folder nor a version such as 4.1.0");
         };
@@ -197,12 +196,12 @@ fn first_partition(disk: &Path, to: &Path) -> anyhow::Result<FileSystem> {
 
 /// Downloads the archive of a release once. Its connection is verified, its digest is not known: compare the archive
 /// by other means and give its path, where that matters.
-fn download(version: &str, cache: &Path) -> anyhow::Result<PathBuf> {
+fn download(version: &str, arch: Arch, cache: &Path) -> anyhow::Result<PathBuf> {
     let folder = cache.join("kata");
     fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
     let mut failures = Vec::new();
     for ending in ARCHIVES {
-        let name = format!("kata-static-{version}-{ARCH}.{ending}");
+        let name = format!("kata-static-{version}-{}.{ending}", arch.facts().debian);
         let (path, partial) = (folder.join(&name), folder.join(format!("{name}.partial")));
         if path.is_file() {
             return Ok(path);
@@ -255,7 +254,7 @@ mod tests {
 
         fn find(&self, source: &str) -> anyhow::Result<Kata> {
             let source = self.0.join(source).display().to_string();
-            Kata::find(&source, &self.0.join("cache"), &folder(&self.0.join("work"), "kata")?)
+            Kata::find(&source, Arch::X86_64, &self.0.join("cache"), &folder(&self.0.join("work"), "kata")?)
         }
     }
 

@@ -1,5 +1,5 @@
-//! Reads and writes `packages.lock`, which fixes the version of every package that images are built from. With it, one
-//! revision of the project always gives the same image. The file is text, one package a line.
+//! Reads and writes `packages.ARCH.lock`, which fixes the version of every package that images of an architecture are
+//! built from. With it, one revision of the project always gives the same image. The file is text, one package a line.
 
 use std::fs;
 use std::path::Path;
@@ -67,9 +67,20 @@ impl Lock {
     }
 }
 
-/// Returns the words of a data file, without comments (from `#` to the end of the line).
-pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
-    text.lines().flat_map(|line| line.split('#').next().unwrap_or_default().split_whitespace())
+/// Returns the words of a data file, without comments (from `#` to the end of the line). A line that begins with
+/// conditions (`aarch64:`, `disk:`) counts if all of them hold.
+pub(crate) fn words<'a>(text: &'a str, conditions: &[&str]) -> Vec<&'a str> {
+    let mut words = Vec::new();
+    for line in text.lines() {
+        let mut line = line.split('#').next().unwrap_or_default().split_whitespace().peekable();
+        let mut counts = true;
+        while let Some(condition) = line.peek().and_then(|word| word.strip_suffix(':')) {
+            counts &= conditions.contains(&condition);
+            line.next();
+        }
+        words.extend(line.filter(|_| counts));
+    }
+    words
 }
 
 #[cfg(test)]
@@ -87,6 +98,28 @@ mod tests {
         {
             assert!(format!("{:#}", Lock::parse(text).unwrap_err()).contains(part), "{text}");
         }
-        assert_eq!(words("# a\nlibc6  # libc\nkmod\n").collect::<Vec<_>>(), ["libc6", "kmod"]);
+    }
+
+    #[test]
+    fn words_count_if_all_conditions_of_their_line_hold() {
+        let text = "# a\nlibc6  # libc\naarch64: disk: a b # c\ndisk: kmod\n";
+        assert_eq!(words(text, &[]), ["libc6"]);
+        assert_eq!(words(text, &["disk"]), ["libc6", "kmod"]);
+        assert_eq!(words(text, &["disk", "aarch64"]), ["libc6", "a", "b", "kmod"]);
+    }
+
+    #[test]
+    fn each_architecture_has_a_lock_of_the_listed_packages() {
+        for arch in crate::arch::Arch::ALL {
+            let path = format!("{}/packages.{}.lock", env!("CARGO_MANIFEST_DIR"), arch.name());
+            let lock = Lock::read(Path::new(&path)).unwrap();
+            let kernel = format!("-cloud-{}", arch.facts().debian);
+            let is_kernel = |name: &&str| name.starts_with("linux-image-") && name.ends_with(&kernel);
+            let locked: Vec<&str> = lock.packages.iter().map(|package| package.name.as_str()).collect();
+            assert_eq!(locked.iter().copied().filter(is_kernel).count(), 1, "{path}");
+            for name in words(crate::PACKAGES, &[arch.name()]) {
+                assert!(name.starts_with("linux-image-") || locked.contains(&name), "{path} lacks {name}");
+            }
+        }
     }
 }

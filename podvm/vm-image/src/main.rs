@@ -4,6 +4,7 @@
 //! It touches its output folder and its cache. It uses the network only for packages that the cache does not have.
 
 mod apt;
+mod arch;
 mod audit;
 mod cmdline;
 mod content;
@@ -32,6 +33,7 @@ use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
 use crate::apt::Store;
+use crate::arch::Arch;
 use crate::content::Parts;
 use crate::inputs::Inputs;
 use crate::lock::Lock;
@@ -79,9 +81,12 @@ enum Command {
 
 #[derive(Args)]
 struct Source {
-    /// File of the exact package versions
-    #[arg(long, value_name = "FILE", default_value_os_t = content::beside("podvm/vm-image/packages.lock"))]
-    lock: PathBuf,
+    /// Processor architecture of the image, also on a machine of another one [default: that of this machine]
+    #[arg(long, default_value = std::env::consts::ARCH, hide_default_value = true)]
+    arch: Arch,
+    /// File of the exact package versions [default: podvm/vm-image/packages.ARCH.lock]
+    #[arg(long, value_name = "FILE")]
+    lock: Option<PathBuf>,
     /// Folder of the package cache
     #[arg(long, value_name = "DIR", default_value = "target/image/cache")]
     cache: PathBuf,
@@ -103,12 +108,17 @@ struct Source {
 impl Source {
     fn store(&self) -> anyhow::Result<Store> {
         let archive = self.mirror.clone().zip(self.security_mirror.clone());
-        Store::open(&self.cache, archive, self.snapshots.clone())
+        Store::open(&self.cache, self.arch, archive, self.snapshots.clone())
+    }
+
+    fn lock(&self) -> PathBuf {
+        let name = || content::beside(&format!("podvm/vm-image/packages.{}.lock", self.arch.name()));
+        self.lock.clone().unwrap_or_else(name)
     }
 
     fn inputs(&self, out: &Path) -> anyhow::Result<Inputs> {
-        let (store, work) = (self.store()?, out.join("work"));
-        let locked = Lock::read(&self.lock)?;
+        let (store, work, lock) = (self.store()?, out.join("work"), self.lock());
+        let locked = Lock::read(&lock)?;
         let gone = match Inputs::read(&store, locked.clone(), &work) {
             Err(gone) if self.newest_if_gone => gone,
             read => return read,
@@ -116,7 +126,7 @@ impl Source {
         eprintln!("peerpod-image: {gone:#}");
         eprintln!(
             "peerpod-image: this image is built from the newest packages instead of those of {}",
-            self.lock.display()
+            lock.display()
         );
         // The files' time stays, so that two builds remain identical.
         let newest = Lock { epoch: locked.epoch, ..store.newest(PACKAGES)? };
@@ -137,20 +147,19 @@ fn main() -> ExitCode {
 fn go(command: Command) -> anyhow::Result<()> {
     let out = match command {
         Command::Minimal { source, mut parts, out } => {
-            parts.find_kata(&source.cache, &out.join("work"))?;
+            parts.find_kata(source.arch, &source.cache, &out.join("work"))?;
             minimal::build(&source.inputs(&out)?, &parts, &out).context("build the minimal image")?;
             out
         }
         Command::Disk { source, mut parts, options, out } => {
-            parts.find_kata(&source.cache, &out.join("work"))?;
+            parts.find_kata(source.arch, &source.cache, &out.join("work"))?;
             disk::build(&source.inputs(&out)?, &parts, &options, &out).context("build the disk image")?;
             out
         }
         Command::Lock { source } => {
-            let lock = source.store()?.newest(PACKAGES)?;
-            std::fs::write(&source.lock, lock.text())
-                .with_context(|| format!("write {}", source.lock.display()))?;
-            println!("{}: {} packages, {}", source.lock.display(), lock.packages.len(), lock.snapshot);
+            let (lock, path) = (source.store()?.newest(PACKAGES)?, source.lock());
+            std::fs::write(&path, lock.text()).with_context(|| format!("write {}", path.display()))?;
+            println!("{}: {} packages, {}", path.display(), lock.packages.len(), lock.snapshot);
             return Ok(());
         }
     };

@@ -41,14 +41,18 @@ impl GuestMemory {
     }
 }
 
-/// Returns the bytes that a kernel needs to start, with its variables: `init_size` of its header (Linux' boot
-/// protocol).
+/// Returns the bytes that a kernel needs to start, with its variables: `init_size` in the header of x86 (Linux' boot
+/// protocol), or `image_size` in that of arm64 (Documentation/arm64/booting.rst).
 fn kernel_size(kernel: &[u8]) -> anyhow::Result<u64> {
-    const MAGIC: std::ops::Range<usize> = 0x202..0x206;
-    const INIT_SIZE: std::ops::Range<usize> = 0x260..0x264;
-    let field = kernel.get(INIT_SIZE).filter(|_| kernel.get(MAGIC) == Some(b"HdrS"));
-    let bytes = field.context("the kernel is no bzImage: its header has no HdrS")?;
-    Ok(u64::from(u32::from_le_bytes(bytes.try_into()?)))
+    const X86: (usize, &[u8], usize) = (0x202, b"HdrS", 0x260);
+    const ARM64: (usize, &[u8], usize) = (0x38, b"ARMd", 16);
+    let header = |(at, magic, size): (usize, &[u8], usize)| {
+        let is_there = kernel.get(at..).is_some_and(|rest| rest.starts_with(magic));
+        kernel.get(size..).filter(|_| is_there)?.first_chunk()
+    };
+    let bytes = header(X86).or_else(|| header(ARM64));
+    let bytes = bytes.context("the kernel is neither a bzImage (HdrS) nor an arm64 Image (ARMd)")?;
+    Ok(u64::from(u32::from_le_bytes(*bytes)))
 }
 
 #[cfg(test)]
@@ -68,6 +72,14 @@ mod tests {
         assert_eq!(base(0, false), 50 + 5 + 2 + WORKING_MIB);
         assert_eq!(base((10 << 20) + 1, false), 50 + 11 + 5 + 2 + WORKING_MIB);
         assert_eq!(base(0, true), 50 + 5 + 2 + WORKING_MIB + SYSTEM_MIB);
+    }
+
+    #[test]
+    fn the_header_of_an_arm64_kernel_has_its_size() {
+        let mut kernel = vec![0; 64];
+        kernel[0x38..0x3c].copy_from_slice(b"ARMd");
+        kernel[16..24].copy_from_slice(&(28_u64 << 20).to_le_bytes());
+        assert_eq!(kernel_size(&kernel).unwrap(), 28 << 20);
     }
 
     #[test]

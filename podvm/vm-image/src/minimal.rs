@@ -33,7 +33,7 @@ const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib
 
 pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
-    let mut report = Report::new("minimal", &release, &inputs.lock.packages);
+    let mut report = Report::new("minimal", &release, inputs);
     let mut tree = Tree::merged();
     for folder in FOLDERS {
         tree.directory(folder, 0o755);
@@ -41,16 +41,16 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     tree.directory("tmp", 0o1777);
     content::accounts(&mut tree);
     content::certificates(&mut tree, &inputs.packages)?;
-    for file in words(FILES) {
+    for file in words(FILES, &[]) {
         tree.take(&inputs.packages, file)?;
     }
-    parts.add(&mut tree, "init", &inputs.packages, &mut report)?;
+    parts.add(&mut tree, "init", inputs, &mut report)?;
     tree.link("usr/local/bin/peerpod-guest", "/init");
-    program::complete(&mut tree, &inputs.packages)?;
-    modules::add(&mut tree, &inputs.packages, &release, &inputs.work("modules")?)?;
+    program::complete(&mut tree, &inputs.packages, inputs.arch)?;
+    modules::add(&mut tree, inputs, &release)?;
     let tables = format!("usr/lib/modules/{release}/modules.");
     tree.retain(|path| path.strip_prefix(&tables).is_none_or(|table| modules::TEXT_TABLES.contains(&table)));
-    audit::check(&tree)?;
+    audit::check(&tree, inputs.arch)?;
 
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
@@ -61,8 +61,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
     report.kernel = Some(KERNEL.to_owned());
     report.initrd = Some(INITRD.to_owned());
-    report.cmdline = cmdline::line(&["minimal"]);
-    report.cmdline_emulated = cmdline::line(&["minimal", "emulated"]);
+    report.cmdline = cmdline::line(inputs.arch, &["minimal"]);
+    report.cmdline_emulated = cmdline::line(inputs.arch, &["minimal", "emulated"]);
     report.contents(&tree);
     report.finish(out)
 }
@@ -70,9 +70,9 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
 /// Makes the archive, uncompressed: most of it is a program that is read at once, and a compressed file.
 fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
     let mut early = Tree::merged();
-    modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES.into_iter())?;
+    modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES)?;
     modules::unsign(&mut early)?;
-    modules::in_order(&mut early, &inputs.packages, release, MOUNT_MODULES.into_iter())?;
+    modules::in_order(&mut early, &inputs.packages, release, MOUNT_MODULES)?;
     let tables = format!("usr/lib/modules/{release}/modules.");
     for (path, node) in tree.iter().filter(|(path, _)| !path.starts_with("usr/") || path.starts_with(&tables))
     {

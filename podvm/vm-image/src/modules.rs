@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use elf::ElfBytes;
 use elf::endian::LittleEndian;
 
+use crate::inputs::Inputs;
 use crate::lock::words;
 use crate::run;
 use crate::tree::{Node, Tree};
@@ -29,11 +29,12 @@ pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
     }
 }
 
-/// Takes the listed modules, their dependencies, and depmod's tables. `work` is a folder for this step alone.
-pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) -> anyhow::Result<()> {
+/// Takes the listed modules, their dependencies, and depmod's tables.
+pub(crate) fn add(tree: &mut Tree, inputs: &Inputs, release: &str) -> anyhow::Result<()> {
+    let (packages, work) = (&inputs.packages, inputs.work("modules")?);
     let all = Catalogue::read(packages, release)?;
     let mut chosen = Tree::default();
-    for name in all.ordered(words(LIST))? {
+    for name in all.ordered(words(LIST, &[inputs.arch.name()]))? {
         chosen.take(packages, &all.modules[&name].path)?;
     }
     let folder = format!("usr/lib/modules/{release}");
@@ -49,7 +50,7 @@ pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) 
     // depmod looks in /lib, on machines with and without a merged /usr.
     fs::create_dir_all(work.join("usr"))?;
     std::os::unix::fs::symlink("usr/lib", work.join("lib"))?;
-    chosen.write(work)?;
+    chosen.write(&work)?;
     run::output(run::tool("depmod").arg("-b").args([work.as_os_str(), release.as_ref()]))?;
     chosen.add_folder(&folder, &work.join(&folder))?;
     for (path, node) in chosen.iter() {
@@ -63,7 +64,7 @@ pub(crate) fn in_order<'a>(
     tree: &mut Tree,
     packages: &Tree,
     release: &str,
-    wanted: impl Iterator<Item = &'a str>,
+    wanted: impl IntoIterator<Item = &'a str>,
 ) -> anyhow::Result<String> {
     let all = Catalogue::read(packages, release)?;
     let mut list = String::new();
@@ -148,9 +149,9 @@ impl Catalogue {
 
     /// Returns dependencies before the modules that need them. Modules have no circular dependencies; if some do, the
     /// circle is cut where it was entered.
-    fn ordered<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<String>> {
+    fn ordered<'a>(&self, wanted: impl IntoIterator<Item = &'a str>) -> anyhow::Result<Vec<String>> {
         let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
-        for name in wanted.map(plain) {
+        for name in wanted.into_iter().map(plain) {
             if self.modules.contains_key(&name) {
                 self.visit(&name, &mut seen, &mut order)?;
             } else if !self.builtin.contains(&name) {
@@ -229,13 +230,13 @@ mod tests {
 
     #[test]
     fn a_module_brings_its_dependencies_and_no_others() {
-        let chosen = catalogue().ordered(["vxlan", "ext4"].into_iter()).unwrap();
+        let chosen = catalogue().ordered(["vxlan", "ext4"]).unwrap();
         assert_eq!(chosen, ["crc32c_intel", "udp_tunnel", "vxlan"]);
     }
 
     #[test]
     fn a_missing_module_is_named() {
-        let error = catalogue().ordered(["wlan"].into_iter()).unwrap_err().to_string();
+        let error = catalogue().ordered(["wlan"]).unwrap_err().to_string();
         assert!(error.contains("no module wlan"), "{error}");
     }
 

@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use crate::inputs::Inputs;
 use crate::lock::Package;
 use crate::memory::GuestMemory;
 use crate::tree::{Node, Tree};
@@ -53,13 +54,13 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(crate) fn new(kind: &'static str, kernel_release: &str, packages: &[Package]) -> Report {
+    pub(crate) fn new(kind: &'static str, kernel_release: &str, inputs: &Inputs) -> Report {
         Report {
             version: VERSION,
             kind,
-            arch: "x86_64",
+            arch: inputs.arch.name(),
             kernel_release: kernel_release.to_owned(),
-            packages: packages.to_vec(),
+            packages: inputs.lock.packages.clone(),
             ..Report::default()
         }
     }
@@ -101,7 +102,7 @@ impl Report {
     }
 
     fn print(&self, folder: &Path, out: &mut impl Write) -> std::io::Result<()> {
-        writeln!(out, "{} image in {}", self.kind, folder.display())?;
+        writeln!(out, "{} image for {} in {}", self.kind, self.arch, folder.display())?;
         for (name, size) in &self.sizes {
             let mib = *size as f64 / f64::from(1 << 20);
             writeln!(out, "  {name:<16} {mib:>8.1} MiB  sha256 {}", self.sha256[name])?;

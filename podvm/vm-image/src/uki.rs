@@ -7,12 +7,10 @@ use std::path::Path;
 
 use anyhow::{Context, ensure};
 
+use crate::arch::Arch;
 use crate::inputs::Inputs;
 use crate::run;
 
-const STUB: &str = "usr/lib/systemd/boot/efi/linuxx64.efi.stub";
-/// Path that UEFI starts on a disk without a boot entry.
-const PATH: [&str; 3] = ["EFI", "BOOT", "BOOTX64.EFI"];
 const RELEASE: &str = "ID=peerpod\nPRETTY_NAME=\"Peerpod VM\"\n";
 /// Alignment of sections.
 const PAGE: u64 = 4096;
@@ -29,10 +27,11 @@ pub(crate) fn build(
     work: &Path,
 ) -> anyhow::Result<Vec<u8>> {
     let (stub, out) = (work.join("stub.efi"), work.join("uki.efi"));
-    let stub_content = inputs.file(STUB)?;
+    let stub_path = format!("usr/lib/systemd/boot/efi/linux{}.efi.stub", inputs.arch.facts().uefi);
+    let stub_content = inputs.file(&stub_path)?;
     fs::write(&stub, stub_content)?;
     let kernel = inputs.file(&format!("boot/vmlinuz-{release}"))?;
-    // The kernel is last: it unpacks itself in place and would overwrite sections behind it.
+    // The kernel is last: the x86 kernel unpacks itself in place and would overwrite sections behind it.
     let sections: [(&str, &[u8]); 5] = [
         (".osrel", RELEASE.as_bytes()),
         (".uname", release.as_bytes()),
@@ -40,7 +39,8 @@ pub(crate) fn build(
         (".initrd", initramfs),
         (".linux", kernel),
     ];
-    let mut command = run::tool("objcopy");
+    // objcopy of one architecture knows no UEFI programs of another one.
+    let mut command = run::tool(&format!("{}-objcopy", inputs.arch.gnu()));
     let mut at = end(stub_content)?;
     for (name, content) in sections {
         let file = work.join(format!("section{name}"));
@@ -86,7 +86,14 @@ fn end(stub: &[u8]) -> anyhow::Result<u64> {
     ends.collect::<anyhow::Result<Vec<u64>>>()?.into_iter().max().context("the stub has no sections")
 }
 
-pub(crate) fn partition(program: &[u8]) -> anyhow::Result<Vec<u8>> {
+/// Returns the path that UEFI starts on a disk without a boot entry.
+fn path(arch: Arch) -> [String; 3] {
+    let name = format!("BOOT{}.EFI", arch.facts().uefi.to_uppercase());
+    ["EFI".to_owned(), "BOOT".to_owned(), name]
+}
+
+/// Makes the EFI system partition.
+pub(crate) fn partition(program: &[u8], arch: Arch) -> anyhow::Result<Vec<u8>> {
     let size = (program.len() + program.len() / 16 + MIB).max(SMALLEST).next_multiple_of(MIB);
     let mut disk = Cursor::new(vec![0; size]);
     let options = fatfs::FormatVolumeOptions::new()
@@ -99,11 +106,11 @@ pub(crate) fn partition(program: &[u8]) -> anyhow::Result<Vec<u8>> {
         // Without its feature chrono, the crate gives every file the time at which FAT begins.
         let system = fatfs::FileSystem::new(&mut disk, fatfs::FsOptions::new())?;
         let mut folder = system.root_dir();
-        let [folders @ .., name] = PATH;
+        let [folders @ .., name] = path(arch);
         for name in folders {
-            folder = folder.create_dir(name)?;
+            folder = folder.create_dir(&name)?;
         }
-        folder.create_file(name)?.write_all(program).context("write the EFI system partition")?;
+        folder.create_file(&name)?.write_all(program).context("write the EFI system partition")?;
     }
     Ok(disk.into_inner())
 }
@@ -117,13 +124,16 @@ mod tests {
     #[test]
     fn the_partition_has_the_program_and_is_the_same_each_time() {
         let program: Vec<u8> = (0..100_000u32).flat_map(u32::to_le_bytes).collect();
-        let first = partition(&program).unwrap();
-        assert!(first == partition(&program).unwrap());
-        let system = fatfs::FileSystem::new(Cursor::new(first), fatfs::FsOptions::new()).unwrap();
-        assert_eq!(system.fat_type(), fatfs::FatType::Fat32);
-        let mut read = Vec::new();
-        system.root_dir().open_file(&PATH.join("/")).unwrap().read_to_end(&mut read).unwrap();
-        assert!(read == program);
+        for (arch, path) in [(Arch::X86_64, "EFI/BOOT/BOOTX64.EFI"), (Arch::Aarch64, "EFI/BOOT/BOOTAA64.EFI")]
+        {
+            let first = partition(&program, arch).unwrap();
+            assert!(first == partition(&program, arch).unwrap());
+            let system = fatfs::FileSystem::new(Cursor::new(first), fatfs::FsOptions::new()).unwrap();
+            assert_eq!(system.fat_type(), fatfs::FatType::Fat32);
+            let mut read = Vec::new();
+            system.root_dir().open_file(path).unwrap().read_to_end(&mut read).unwrap();
+            assert!(read == program);
+        }
     }
 
     #[test]

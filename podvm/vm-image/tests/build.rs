@@ -76,7 +76,7 @@ impl Folder {
             .args([kind, "--newest-if-gone", "--guest", program, "--pull", program, "--cache"])
             .arg(self.path("cache"))
             .arg("--lock")
-            .arg(repository.join("podvm/vm-image/packages.lock"))
+            .arg(repository.join("podvm/vm-image/packages.x86_64.lock"))
             .arg("--providers")
             .arg(repository.join("providers"))
             .arg("--out")
