@@ -46,6 +46,7 @@ pub async fn upload(config: LibvirtConfig, upload: Upload) -> Result<ImageSettin
         return Err(Error::invalid("upload to libvirt with a TPM: its VMs have none; leave --tpm out"));
     }
     let disk = BuiltDisk::open(&upload.folder, DISK).await?;
+    check_arch(&disk)?;
     let name = format!("{PREFIX}{}{SUFFIX}", disk.short(DIGITS));
     let pool = config.pool.clone();
     let work = async {
@@ -317,6 +318,18 @@ impl AsyncRead for Counted {
     }
 }
 
+/// Refuses an image for other VMs than those of this provider.
+fn check_arch(disk: &BuiltDisk) -> Result<(), Error> {
+    if disk.arch == xml::ARCH {
+        return Ok(());
+    }
+    let (path, arch, own) = (disk.path.display(), &disk.arch, xml::ARCH);
+    Err(Error::invalid(format!(
+        "upload {path} to libvirt: the image is for {arch}, and the VMs are {own}; build it for them (peerpod image \
+         build --arch {own}), or name its folder (--image)"
+    )))
+}
+
 /// Refuses a file that is no qcow2 image, or the overlay of another one.
 async fn check_format(path: &Path) -> Result<(), Error> {
     let mut head = Vec::new();
@@ -340,6 +353,19 @@ fn unreadable(path: &Path, error: &std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_for_another_architecture_is_refused() {
+        let disk = |arch: &str| BuiltDisk {
+            path: "d/peerpod.qcow2".into(),
+            sha256: String::new(),
+            bytes: 0,
+            arch: arch.to_owned(),
+        };
+        check_arch(&disk("x86_64")).unwrap();
+        let why = check_arch(&disk("aarch64")).unwrap_err().to_string();
+        assert!(why.contains("d/peerpod.qcow2") && why.contains("for aarch64"), "{why}");
+    }
 
     #[test]
     fn names_with_the_digits_of_a_digest_are_images() {

@@ -10,7 +10,7 @@ use crate::disks::{DiskServer, DiskSource};
 use crate::marks::{Marks, VmNames, uuid_text};
 
 /// Architecture of all VMs.
-const ARCH: &str = "x86_64";
+pub(crate) const ARCH: &str = "x86_64";
 
 pub(crate) struct Machine<'a> {
     pub(crate) identity: &'a VmNames,

@@ -1,6 +1,7 @@
 //! `peerpod image`: builds the VM images from a checkout of the repository, and uploads the disk image to a provider. It
 //! may touch: the checkout's target folder by `make`, the image's folder, and the images of ours at the provider.
 
+use std::env::consts::ARCH as OWN_ARCH;
 use std::io::Write as _;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,11 @@ use crate::output::{safe, say};
 /// File of the repository by which its root is found.
 const BUILDER: &str = "podvm/vm-image/Cargo.toml";
 
+/// Architectures for which the builder makes images.
+const ARCHS: [&str; 2] = ["x86_64", "aarch64"];
+/// Architecture of the VMs of the provider libvirt, which boots the minimal image.
+const LIBVIRT_ARCH: &str = "x86_64";
+
 /// Subcommands of `peerpod image`.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -26,6 +32,9 @@ pub(crate) enum Command {
         /// The Kata release with agent and pause bundle: a version, or the path of an archive, image or folder
         #[arg(long, value_name = "PATH|VERSION")]
         kata: String,
+        /// The processor architecture of the VMs; default: that of this machine
+        #[arg(long, value_parser = ARCHS)]
+        arch: Option<String>,
     },
     /// Uploads the disk image to a provider, unless it is there, and prints the chart's values for it
     #[command(after_help = SETTINGS)]
@@ -59,28 +68,36 @@ impl Command {
 /// Runs a subcommand of `peerpod image` with these settings.
 pub(crate) async fn run(command: Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Build { kata } => build(&std::env::current_dir().context("find the current folder")?, &kata),
+        Command::Build { kata, arch } => {
+            let here = std::env::current_dir().context("find the current folder")?;
+            build(&here, &kata, arch.as_deref().unwrap_or(OWN_ARCH))
+        }
         Command::Upload(args) => upload(args, settings).await,
     }
 }
 
-/// Builds the images in the checkout that contains the folder `here`.
-fn build(here: &Path, kata: &str) -> anyhow::Result<ExitCode> {
+/// Builds the images for `arch` in the checkout that contains the folder `here`.
+fn build(here: &Path, kata: &str, arch: &str) -> anyhow::Result<ExitCode> {
     let root = checkout(here)?;
     let kata = kata_word(kata)?;
     // Standard output has the values alone.
     let status = process::Command::new("make")
         .arg("-C")
         .arg(root)
-        .args(["--no-print-directory", "image", &format!("KATA={kata}")])
+        .args(["--no-print-directory", "image", &format!("KATA={kata}"), &format!("ARCH={arch}")])
         .stdout(Stdio::from(std::io::stderr()))
         .status()
         .context("start make; install it (apt-get install make)")?;
     ensure!(status.success(), "make image in {}: {status}; its last lines have the cause", root.display());
     let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
-    let images = root.join(target).join("image");
+    // Images for another machine have a folder of their own.
+    let images = root.join(target).join("image").join(if arch == OWN_ARCH { "" } else { arch });
     say!(stderr, "minimal image: {}", images.join("minimal").display());
     say!(stderr, "disk image: {0}; peerpod image upload KIND --image {0}", images.join("disk").display());
+    // The values below are for libvirt.
+    if arch != LIBVIRT_ARCH {
+        return Ok(ExitCode::SUCCESS);
+    }
     let file = |name: &str| images.join("minimal").join(name).display().to_string();
     // The chart's values name a volume, and only one of kernel, image and volume may be set.
     let chosen =
@@ -190,11 +207,13 @@ mod tests {
         let inside = root.join("podvm/vm-image");
         std::fs::create_dir_all(&inside).unwrap();
         std::fs::write(root.join(BUILDER), "").unwrap();
-        std::fs::write(root.join("Makefile"), "image:\n\techo $(KATA) >built\n").unwrap();
-        assert_eq!(build(&inside, "4.1.0").unwrap(), ExitCode::SUCCESS);
-        assert_eq!(std::fs::read_to_string(root.join("built")).unwrap(), "4.1.0\n");
+        std::fs::write(root.join("Makefile"), "image:\n\techo $(KATA) $(ARCH) >built\n").unwrap();
+        for arch in ARCHS {
+            assert_eq!(build(&inside, "4.1.0", arch).unwrap(), ExitCode::SUCCESS);
+            assert_eq!(std::fs::read_to_string(root.join("built")).unwrap(), format!("4.1.0 {arch}\n"));
+        }
         std::fs::write(root.join("Makefile"), "image:\n\tfalse\n").unwrap();
-        let why = build(&inside, "4.1.0").unwrap_err().to_string();
+        let why = build(&inside, "4.1.0", OWN_ARCH).unwrap_err().to_string();
         assert!(why.contains("make image in") && why.contains("exit status: 2"), "{why}");
         std::fs::remove_dir_all(&root).unwrap();
     }

@@ -204,3 +204,15 @@ fn architecture(arch: &str) -> Result<ArchitectureValues, Error> {
 fn filter(name: &str, value: &str) -> Filter {
     Filter::builder().name(name).values(value).build()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ami_has_the_architecture_of_its_image() {
+        assert_eq!(architecture("x86_64").unwrap(), ArchitectureValues::X8664);
+        assert_eq!(architecture("aarch64").unwrap(), ArchitectureValues::Arm64);
+        assert!(architecture("s390x").unwrap_err().to_string().contains("s390x"));
+    }
+}
