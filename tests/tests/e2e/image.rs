@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use peerpod_tests::long;
 use peerpod_world::qemu::Machine;
 
 /// A boot takes a few seconds of processor time; many tests may share each processor.
@@ -36,10 +37,11 @@ impl Drop for Folder {
 }
 
 /// Copies the disk and enlarges it, as a cloud does.
-fn disk(folder: &Folder) -> PathBuf {
+fn disk(folder: &Folder, images: &Path) -> PathBuf {
     let path = folder.0.join("disk.raw");
-    let built = images().join("disk/peerpod.raw");
-    fs::copy(&built, &path).unwrap_or_else(|error| panic!("{}: {error}: `make image`", built.display()));
+    let built = images.join("disk/peerpod.raw");
+    fs::copy(&built, &path)
+        .unwrap_or_else(|error| panic!("{}: {error}: `make image` (ARCH=aarch64)", built.display()));
     File::options().write(true).open(&path).unwrap().set_len(1 << 30).unwrap();
     path
 }
@@ -84,9 +86,23 @@ fn the_minimal_image_locks_the_kernel_down_when_it_has_its_drivers() {
 
 #[test]
 fn the_disk_boots_by_uefi_with_systemd_and_uses_its_whole_size() {
-    let folder = Folder::new("disk");
-    let path = disk(&folder);
-    let machine = Machine::new(1024).firmware().disk(&path, "raw", false).user_network("");
+    boots_the_disk(&Folder::new("disk"), &images(), Machine::new(1024));
+}
+
+/// Boots the disk of `make image ARCH=aarch64`, in long runs. The guest's tests boot its minimal image.
+#[test]
+fn the_disk_for_aarch64_boots_by_uefi_with_systemd() {
+    if !long() {
+        println!("not run without PEERPOD_TEST_LONG");
+        return;
+    }
+    boots_the_disk(&Folder::new("aarch64"), &images().join("aarch64"), Machine::aarch64(1024));
+}
+
+/// Boots the disk image on a machine without a disk.
+fn boots_the_disk(folder: &Folder, images: &Path, machine: Machine) {
+    let path = disk(folder, images);
+    let machine = machine.firmware().disk(&path, "raw", false).user_network("");
     let mut machine = machine.start(&folder.0).unwrap();
     let line = machine.line_blocking(LOOKS, PATIENCE).unwrap();
     assert!(line.contains("peerpod-guest["), "not by systemd: {line}");
@@ -107,7 +123,7 @@ fn a_root_with_one_wrong_bit_is_not_booted() {
     // In the file system's header, and in the block at the root of the hash tree.
     for (label, at) in [("peerpod-root", 1024 + 40), ("peerpod-verity", 4096 + 5)] {
         let folder = Folder::new(label);
-        let path = disk(&folder);
+        let path = disk(&folder, &images());
         let (start, _) = partition(&path, label).unwrap();
         let file = File::options().read(true).write(true).open(&path).unwrap();
         let mut byte = [0];

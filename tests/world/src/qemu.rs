@@ -14,10 +14,33 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-const QEMU: &str = "qemu-system-x86_64";
-/// Debian's UEFI firmware for q35, and its variables, which each machine needs a copy of.
-const FIRMWARE: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
-const FIRMWARE_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
+/// Kind of machine: QEMU's program and options, Debian's UEFI firmware, and its variables, which each machine needs a
+/// copy of.
+#[derive(Debug, Clone, Copy)]
+struct Board {
+    qemu: &'static str,
+    machine: &'static str,
+    processor: &'static str,
+    firmware: &'static str,
+    variables: &'static str,
+}
+
+const Q35: Board = Board {
+    qemu: "qemu-system-x86_64",
+    machine: "q35",
+    // Without instructions that emulation makes slow, as the VMs of the product.
+    processor: "max,-erms,-fsrm",
+    firmware: "/usr/share/OVMF/OVMF_CODE_4M.fd",
+    variables: "/usr/share/OVMF/OVMF_VARS_4M.fd",
+};
+const ARM: Board = Board {
+    qemu: "qemu-system-aarch64",
+    machine: "virt",
+    // A newer one has signed pointers, which emulation makes slow.
+    processor: "cortex-a72",
+    firmware: "/usr/share/AAVMF/AAVMF_CODE.fd",
+    variables: "/usr/share/AAVMF/AAVMF_VARS.fd",
+};
 const INTERVAL: Duration = Duration::from_millis(20);
 /// Number of the console's last characters in an error.
 const TAIL: usize = 3000;
@@ -25,6 +48,7 @@ const TAIL: usize = 3000;
 /// Definition of a machine.
 #[derive(Debug, Clone)]
 pub struct Machine {
+    board: Board,
     arguments: Vec<String>,
     firmware: bool,
 }
@@ -33,15 +57,23 @@ impl Machine {
     /// Defines a q35 machine with `memory` MiB and one emulated processor, without a disk, a network or anything to
     /// boot.
     pub fn new(memory: u32) -> Machine {
+        Machine::on(Q35, memory)
+    }
+
+    /// Defines the same with a processor of aarch64, on QEMU's board `virt`.
+    pub fn aarch64(memory: u32) -> Machine {
+        Machine::on(ARM, memory)
+    }
+
+    fn on(board: Board, memory: u32) -> Machine {
         let memory = memory.to_string();
         let fixed = [
             "-accel",
             "tcg",
             "-machine",
-            "q35",
-            // Without instructions that emulation makes slow, as the VMs of the product.
+            board.machine,
             "-cpu",
-            "max,-erms,-fsrm",
+            board.processor,
             "-m",
             &memory,
             "-display",
@@ -53,7 +85,7 @@ impl Machine {
             "-device",
             "virtio-rng-pci",
         ];
-        Machine { arguments: fixed.map(str::to_owned).into(), firmware: false }
+        Machine { board, arguments: fixed.map(str::to_owned).into(), firmware: false }
     }
 
     /// Adds arguments to QEMU's command line.
@@ -115,13 +147,15 @@ impl Machine {
         File::create(&console).with_context(|| format!("make {}", console.display()))?;
         let mut command = Command::new("setpriv");
         // QEMU dies with the thread that starts it. The thread lives as long as `Running`, and dies with this process.
-        command.args(["--pdeathsig", "KILL", QEMU]).args(&self.arguments);
+        command.args(["--pdeathsig", "KILL", self.board.qemu]).args(&self.arguments);
         command.arg("-serial").arg(format!("file:{}", console.display()));
         if self.firmware {
             let variables = folder.join(format!("firmware-{number}"));
-            fs::copy(FIRMWARE_VARIABLES, &variables)
-                .with_context(|| format!("copy {FIRMWARE_VARIABLES} (package ovmf)"))?;
-            command.arg("-drive").arg(format!("if=pflash,unit=0,format=raw,readonly=on,file={FIRMWARE}"));
+            let Board { firmware, variables: from, .. } = self.board;
+            fs::copy(from, &variables).with_context(|| {
+                format!("copy {from}; install it (scripts/setup test, or long for aarch64)")
+            })?;
+            command.arg("-drive").arg(format!("if=pflash,unit=0,format=raw,readonly=on,file={firmware}"));
             command.arg("-drive").arg(format!("if=pflash,unit=1,format=raw,file={}", variables.display()));
         }
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors)?);
