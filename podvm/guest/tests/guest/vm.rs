@@ -135,6 +135,34 @@ fn a_machine_boots_dials_the_node_and_ends_with_its_lease_and_a_clean_disk() {
     assert!(listed.contains(&format!("Size: {}", 3 << 20)), "{listed}");
 }
 
+/// Tests the image for aarch64, in long runs: the lock of its kernel, user-data by fw_cfg, the link, the pod's network and
+/// the test agent.
+#[test]
+fn a_machine_of_aarch64_dials_the_node_and_takes_its_assignment() {
+    if std::env::var_os("PEERPOD_TEST_LONG").is_none() {
+        println!("not run without PEERPOD_TEST_LONG");
+        return;
+    }
+    let (folder, mut home) = (Folder::new("aarch64"), Home::new());
+    let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
+    qemu.extend(words(&NIC));
+    let vm = Vm::boot_aarch64(&qemu);
+    vm.says("Kernel is locked down from securityfs");
+    vm.says("the link is up");
+    home.relay.up(&home.runtime);
+    let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
+    assert_eq!(reply.error, "", "{}", vm.console());
+    for name in ["user-data", "claim", "link", "network", "agent"] {
+        assert!(
+            reply.status.stages.iter().any(|stage| stage.name == name),
+            "{name}: {:?}",
+            reply.status.stages
+        );
+    }
+    vm.says("it is not for production");
+    assert_eq!(home.relay.ask(&home.runtime, Body::Flush(Flush::new())).error, "");
+}
+
 /// Tests the three kinds of disk on which clouds and hypervisors provide user-data.
 #[test]
 fn user_data_is_found_on_disks_of_each_kind() {

@@ -44,8 +44,12 @@ fn target() -> PathBuf {
 
 /// Returns the path of a file of the VM image. The image is under test: `make image` makes it.
 pub(crate) fn image(name: &str) -> PathBuf {
-    let file = target().join("image/minimal").join(name);
-    assert!(file.exists(), "{} is not there: run `make image`", file.display());
+    built(&format!("image/minimal/{name}"))
+}
+
+fn built(name: &str) -> PathBuf {
+    let file = target().join(name);
+    assert!(file.exists(), "{} is not there: run `make image` (ARCH=aarch64)", file.display());
     file
 }
 
@@ -138,19 +142,37 @@ impl Vm {
         archives.extend(cpio(&files));
         fs::write(&initrd, archives).unwrap();
         let line = format!("console=ttyS0 quiet no_timer_check panic=1 {}", wanted.line);
-        let mut child = Command::new("qemu-system-x86_64")
-            .args(["-machine", "q35", "-accel", "tcg", "-cpu", "max", "-m", "512", "-smp", "1"])
+        let machine = ["qemu-system-x86_64", "-machine", "q35", "-cpu", "max"];
+        Vm::start(&machine, &image("vmlinuz"), &initrd, &line, &wanted.qemu)
+    }
+
+    /// Boots the unmodified image of `make image ARCH=aarch64`.
+    pub(crate) fn boot_aarch64(qemu: &[String]) -> Vm {
+        let [kernel, initrd, about] = ["vmlinuz", "initrd.img", "image.json"]
+            .map(|name| built(&format!("image/aarch64/minimal/{name}")));
+        let about: serde_json::Value = serde_json::from_slice(&fs::read(about).unwrap()).unwrap();
+        let line = format!("{} loglevel=6", about["cmdline_emulated"].as_str().unwrap());
+        let machine = ["qemu-system-aarch64", "-machine", "virt", "-cpu", "cortex-a72"];
+        Vm::start(&machine, &kernel, &initrd, &line, qemu)
+    }
+
+    fn start(machine: &[&str], kernel: &Path, initrd: &Path, line: &str, qemu: &[String]) -> Vm {
+        let mut child = Command::new(machine[0])
+            .args(&machine[1..])
+            .args(["-accel", "tcg", "-m", "512", "-smp", "1"])
             .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci"])
             .arg("-kernel")
-            .arg(image("vmlinuz"))
+            .arg(kernel)
             .arg("-initrd")
             .arg(initrd)
-            .args(["-append", &line])
-            .args(&wanted.qemu)
+            .args(["-append", line])
+            .args(qemu)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("qemu-system-x86_64: scripts/setup installs it");
+            .unwrap_or_else(|error| {
+                panic!("{}: {error}: scripts/setup (test, long) installs it", machine[0])
+            });
         let console = Arc::<Mutex<String>>::default();
         let (mut output, into) = (child.stdout.take().unwrap(), console.clone());
         let reader = std::thread::spawn(move || {
