@@ -169,7 +169,8 @@ impl Creation<'_> {
         let plan = self.plan(kind).await?;
         let mut marks = Marks::new(&shared.owner, request, key);
         let domain = libvirt.define(&self.xml(&plan, &marks, kind, confidential)).await?;
-        let (files, ()) = tokio::join!(self.files(&plan), shared.reserve(libvirt, identity));
+        let nics = 1 + u8::from(request.second_nic);
+        let (files, ()) = tokio::join!(self.files(&plan), shared.reserve(libvirt, identity, nics));
         files?;
         shared.starting(&domain);
         let domain = match libvirt.start_domain(&domain).await {

@@ -179,10 +179,10 @@ impl Shared {
             };
             if plug == &self.config.network {
                 found.node_addresses = addresses;
-                if let (Plug::Network(name), true) = (plug, self.config.creates) {
-                    found.warnings.extend(self.dhcp_is_slow(&libvirt, name).await);
-                }
             }
+        }
+        if self.config.creates {
+            found.warnings.extend(self.slow_networks(&libvirt).await);
         }
         self.known_images(&mut found).await?;
         self.images.forget().await;

@@ -42,6 +42,7 @@ use peerpod_provider_api::{
 use tokio::sync::{Mutex, broadcast, watch};
 
 pub use config::LibvirtConfig;
+use reserve::Reservations;
 use rpc::Redialer;
 use rpc::calls::Domain;
 use rpc::xdr::Uuid;
@@ -72,8 +73,7 @@ struct Shared {
     ended: broadcast::Sender<ProviderEvent>,
     /// Reason why libvirtd cannot be reached, as long as events are listened to.
     away: watch::Sender<Option<String>>,
-    /// Result of the last VM's address reservation, with the remedy for a failure; `None`: not tried yet.
-    last_reservation: Lock<Option<Result<(), String>>>,
+    reservations: Reservations,
 }
 
 impl LibvirtProvider {
@@ -92,7 +92,7 @@ impl LibvirtProvider {
             lives: Lock::default(),
             ended: broadcast::channel(1024).0,
             away: watch::Sender::new(None),
-            last_reservation: Lock::default(),
+            reservations: Reservations::default(),
         };
         LibvirtProvider { shared: Arc::new(shared) }
     }

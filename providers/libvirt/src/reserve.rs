@@ -11,13 +11,14 @@
 //!   reservation is in force when the VM starts.
 //! * No create fails for want of a reservation: DHCP takes 3 s longer then. The reason is logged once.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::net::Ipv4Addr;
 
+use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use crate::Shared;
-use crate::config::Plug;
+use crate::config::{LibvirtConfig, Plug};
 use crate::marks::VmNames;
 use crate::rpc::calls::{Domain, HostChange, Named, NicAddress};
 use crate::rpc::{Connection, RpcError, code};
@@ -51,23 +52,66 @@ impl From<RpcError> for Unreserved {
     }
 }
 
+/// Result of each network's last reservation, with the remedy for a failure.
+#[derive(Debug, Default)]
+pub(crate) struct Reservations(Mutex<BTreeMap<String, Result<(), String>>>);
+
+impl Reservations {
+    /// Returns the last result of a network; `None`: no reservation was tried yet.
+    fn last(&self, network: &str) -> Option<Result<(), String>> {
+        self.0.lock().get(network).cloned()
+    }
+
+    /// Stores the outcome; returns the text of a new failure.
+    fn note(&self, network: &str, outcome: Result<(), Unreserved>) -> Option<String> {
+        let outcome = match outcome {
+            // The create's other calls report this error.
+            Err(Unreserved::Away(_)) => return None,
+            other => other.map_err(|why| {
+                format!("network {network}: DHCP takes 3 s longer for each VM, as no address can be reserved: {why}")
+            }),
+        };
+        let before = self.0.lock().insert(network.to_owned(), outcome.clone());
+        outcome.err().filter(|wrong| before != Some(Err(wrong.clone())))
+    }
+}
+
 impl Shared {
-    /// Reserves an address for a VM that is defined and not started.
-    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &VmNames) {
-        let Plug::Network(network) = &self.config.network else { return };
-        if !self.is_real() {
-            return;
+    /// Returns the networks in which VMs reserve addresses, each with the number of its NIC. Entries have the VM's name,
+    /// so a second NIC in the network of the first one gets none.
+    fn configured_networks(&self) -> impl Iterator<Item = (u8, &str)> {
+        let LibvirtConfig { network, second_network, .. } = &self.config;
+        let second = second_network.as_ref().filter(|second| *second != network);
+        let plugs = [(0, Some(network)), (1, second)].into_iter();
+        plugs.filter(|_| self.is_real()).filter_map(|(nic, plug)| match plug {
+            Some(Plug::Network(name)) => Some((nic, name.as_str())),
+            Some(Plug::Bridge(_)) | None => None,
+        })
+    }
+
+    /// Reserves an address for each of the first `nics` NICs of a VM that is defined and not started.
+    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &VmNames, nics: u8) {
+        for (nic, network) in self.configured_networks().filter(|(nic, _)| *nic < nics) {
+            let outcome = self.try_reserve(libvirt, network, &identity.name, &identity.mac(nic)).await;
+            if let Some(news) = self.reservations.note(network, outcome) {
+                tracing::warn!("{news}");
+            }
         }
-        let outcome = self.try_reserve(libvirt, network, &identity.name, &identity.mac(0)).await;
-        if let Some(news) = self.note(network, outcome) {
-            tracing::warn!("{news}");
+    }
+
+    /// Returns the faults of the networks' DHCP, with their remedies.
+    pub(crate) async fn slow_networks(&self, libvirt: &Connection) -> Vec<String> {
+        let mut faults = Vec::new();
+        for (_, network) in self.configured_networks() {
+            faults.extend(self.dhcp_is_slow(libvirt, network).await);
         }
+        faults
     }
 
     /// Returns the fault of this network's DHCP, with its remedy. Unless the last VM's reservation worked, tries a
     /// reservation and removes it at once.
-    pub(crate) async fn dhcp_is_slow(&self, libvirt: &Connection, network: &str) -> Option<String> {
-        if self.last_reservation().is_some_and(|last| last.is_ok()) {
+    async fn dhcp_is_slow(&self, libvirt: &Connection, network: &str) -> Option<String> {
+        if self.reservations.last(network).is_some_and(|last| last.is_ok()) {
             return None;
         }
         let mut trial = VmNames { name: self.trial(), uuid: [0; 16] };
@@ -82,26 +126,8 @@ impl Shared {
                 "cannot remove a DHCP host entry that was only tried: {error}"
             );
         }
-        self.note(network, outcome);
-        self.last_reservation().and_then(Result::err)
-    }
-
-    fn last_reservation(&self) -> Option<Result<(), String>> {
-        self.last_reservation.lock().clone()
-    }
-
-    /// Stores the outcome; returns the text of a new failure.
-    fn note(&self, network: &str, outcome: Result<(), Unreserved>) -> Option<String> {
-        let outcome = match outcome {
-            // The create's other calls report this error.
-            Err(Unreserved::Away(_)) => return None,
-            other => other.map_err(|why| {
-                format!("network {network}: DHCP takes 3 s longer for each VM, as no address can be reserved: {why}")
-            }),
-        };
-        let mut last = self.last_reservation.lock();
-        let before = last.replace(outcome.clone());
-        outcome.err().filter(|wrong| before != Some(Err(wrong.clone())))
+        self.reservations.note(network, outcome);
+        self.reservations.last(network).and_then(Result::err)
     }
 
     async fn try_reserve(
@@ -149,22 +175,22 @@ impl Shared {
         Ok(())
     }
 
-    /// Removes entries of this owner in the configured network that have no domain; returns their number.
+    /// Removes entries of this owner in the configured networks that have no domain; returns their number.
     pub(crate) async fn sweep_reservations(&self, libvirt: &Connection) -> Result<usize, RpcError> {
-        let Plug::Network(network) = &self.config.network else { return Ok(0) };
-        if !self.is_real() {
-            return Ok(0);
-        }
-        let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };
-        // The order matters: an entry that is listed has a domain from before it was made until after it is gone.
-        let domains = libvirt.domains().await?.0;
-        let prefix = crate::marks::prefix(&self.owner);
         let mut removed = 0;
-        for host in &dhcp.hosts {
-            let Some(name) = host.name.as_ref().filter(|name| name.starts_with(&prefix)) else { continue };
-            if !domains.iter().any(|domain| domain.name == *name) {
-                libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await?;
-                removed += 1;
+        for (_, network) in self.configured_networks() {
+            let Some((network, dhcp)) = inspect(libvirt, network).await? else { continue };
+            // The order matters: an entry that is listed has a domain from before it was made until after it is gone.
+            let domains = libvirt.domains().await?.0;
+            let prefix = crate::marks::prefix(&self.owner);
+            for host in &dhcp.hosts {
+                let Some(name) = host.name.as_ref().filter(|name| name.starts_with(&prefix)) else {
+                    continue;
+                };
+                if !domains.iter().any(|domain| domain.name == *name) {
+                    libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await?;
+                    removed += 1;
+                }
             }
         }
         Ok(removed)
@@ -362,6 +388,26 @@ mod tests {
         // Lease from an earlier life of the VM.
         leases[2] = lease(&MAC.to_uppercase(), "10.0.0.3");
         assert_eq!(dhcp.choose(&leases, MAC), Some([10, 0, 0, 3].into()));
+    }
+
+    #[test]
+    fn a_failure_of_many_vms_is_logged_once() {
+        let reservations = Reservations::default();
+        let full = || Err(Unreserved::Full(13));
+        let first = reservations.note("pods", full()).unwrap();
+        assert!(first.contains("network pods") && first.contains("all 13 addresses"), "{first}");
+        // Another network, and an answer that never came, change nothing.
+        assert_eq!(reservations.note("other", Ok(())), None);
+        assert_eq!(
+            reservations.note("pods", Err(Unreserved::Away(RpcError::Lost("closed".to_owned())))),
+            None
+        );
+        assert_eq!(reservations.note("pods", full()), None);
+        assert_eq!(reservations.last("pods"), Some(Err(first.clone())));
+        assert!(reservations.note("pods", Err(Unreserved::Contended)).is_some());
+        assert_eq!(reservations.note("pods", full()), Some(first.clone()));
+        assert_eq!(reservations.note("pods", Ok(())), None);
+        assert_eq!(reservations.note("pods", full()), Some(first));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::{Place, create, key, request};
 use futures_util::future::join_all;
-use peerpod_provider_api::Provider;
+use peerpod_provider_api::{CreateRequest, Provider};
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::libvirtd::NETWORK;
 
@@ -121,6 +121,38 @@ async fn preflight_removes_only_its_own_nodes_stale_entries() {
     assert!(says("removed 1 DHCP host entries of VMs that are gone"), "{found:?}");
     let left: Vec<String> = place.reservations(NETWORK).into_keys().collect();
     assert_eq!(left, ["peerpod-00000000-0123"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_nic_reserves_its_address_in_its_own_network() {
+    let place = Place::new();
+    make_network(&place, "second", &small_range(), "");
+    let with_second = [("second-network", "second")];
+    let provider = place.provider_with(&with_second);
+    let request = CreateRequest { second_nic: true, ..request("vm") };
+    let made = provider.create(&request, &key(1)).await.unwrap();
+    let name = place.libvirtd.domains().unwrap().remove(0);
+    let description = place.libvirtd.virsh(&["dumpxml", &name]).unwrap();
+    let [one, two] = [NETWORK, "second"].map(|network| place.reservations(network).remove(&name).unwrap().0);
+    assert!(one != two && description.contains(&one) && description.contains(&two), "{one} {two}");
+    provider.delete(&made.id).await.unwrap();
+    assert!(place.reservations("second").is_empty());
+    // The domain of another VM is removed by hand.
+    let made = provider.create(&request, &key(2)).await.unwrap();
+    let name = place.libvirtd.domains().unwrap().remove(0);
+    place.libvirtd.virsh(&["destroy", &name]).unwrap();
+    place.libvirtd.virsh(&["undefine", &name]).unwrap();
+    provider.delete(&made.id).await.unwrap();
+    let found = place.provider_with(&with_second).preflight().await.unwrap();
+    let removed = "removed 2 DHCP host entries of VMs that are gone";
+    assert!(found.facts.iter().any(|fact| fact == removed), "{found:?}");
+    assert!(place.reservations("second").is_empty());
+    // Both NICs in one network: entries have the VM's name, so one gets none.
+    let provider = place.provider_with(&[("second-network", NETWORK)]);
+    let made = provider.create(&request, &key(3)).await.unwrap();
+    assert_eq!(place.reservations(NETWORK).len(), 1);
+    provider.delete(&made.id).await.unwrap();
+    place.assert_clean();
 }
 
 #[tokio::test(flavor = "multi_thread")]
