@@ -152,7 +152,8 @@ async fn serve(
     let provider = open_provider(&config, provider, installation.clone(), &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), (&metrics, &ready)).await?;
     parts.start(&mut tasks, &ready).await;
-    let settings = parts.sandbox_settings(&config, open_tracer(&config, &metrics, &mut tasks));
+    let tracer = open_tracer(&config, &metrics, &mut tasks);
+    let settings = parts.sandbox_settings(&config, tracer, ready.clone());
     let sandboxes = Sandboxes::new(parts.ports.clone(), settings, metrics.clone());
     let (records, quarantined, unread) = (kept.records.len(), kept.quarantined, kept.unread.clone());
     let orphans = || Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
@@ -368,7 +369,7 @@ impl Parts {
         spawn(tasks, "rotation of the CA", rotation);
     }
 
-    fn sandbox_settings(&self, config: &NodeConfig, tracer: Tracer) -> Settings {
+    fn sandbox_settings(&self, config: &NodeConfig, tracer: Tracer, ready: Ready) -> Settings {
         let Capabilities { max_batch, guest_memory_mib, .. } = self.provider.capabilities();
         let guest_memory_mib = config.guest_memory(guest_memory_mib);
         info!(mib = guest_memory_mib, "memory that each pod's VM has besides the pod's own");
@@ -377,6 +378,7 @@ impl Parts {
             max_batch: config.max_batch(max_batch),
             guest_memory_mib,
             tracer,
+            ready,
             ..config.sandbox.clone()
         }
     }

@@ -19,6 +19,8 @@ pub(crate) use recovery::recover::{Kept, Orphans, recover};
 pub(crate) use vm::liveness::VmLiveness;
 pub(crate) use vm::reaper::Reaper;
 
+use peerpod_base::admin::Ready;
+
 use crate::spec::SandboxId;
 use crate::traces::Tracer;
 
@@ -67,6 +69,8 @@ pub struct Settings {
     pub max_batch: u32,
     /// Exports the traces of starts.
     pub tracer: Tracer,
+    /// The node's readiness, for warnings.
+    pub ready: Ready,
 }
 
 /// Size of `sun_path` in bytes, including the closing NUL.

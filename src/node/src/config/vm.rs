@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use peerpod_base::admin::Ready;
 use peerpod_base::config::Reader;
 
 use crate::sandbox::Settings;
@@ -82,6 +83,7 @@ pub(super) fn sandbox_settings(reader: &mut Reader, cluster_name: Option<String>
         dial: dials.then_some(guest_port),
         max_batch: 0,
         tracer: Tracer::default(),
+        ready: Ready::default(),
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod clear;
 mod completions;
+mod dhcp;
 mod flush;
 mod in_flight;
 pub(crate) mod phase;

@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use crate::ledger::{Network, Record};
 use crate::one_line;
 use crate::sandbox::lifecycle::clear::{Left, Pass};
-use crate::sandbox::lifecycle::{Completion, Phase, PhaseEvent, Task, Unapplied, Which, next};
+use crate::sandbox::lifecycle::{Completion, Phase, PhaseEvent, Task, Unapplied, Which, dhcp, next};
 use crate::sandbox::network::follow::PlannedNetwork;
 use crate::sandbox::ports::{CloudError, NetworkError, Ports, Retry};
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
@@ -23,8 +23,6 @@ use crate::volumes::PodVolumes;
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 /// Time limit for fetching a console, which is often the only evidence about a VM that did not start.
 const CONSOLE: Duration = Duration::from_secs(10);
-/// DHCP wait of a VM above which the node logs a warning. A DHCP server without a delay answers in a few ms.
-const SLOW_DHCP: Duration = Duration::from_secs(1);
 const TELL_AFTER: u32 = 5;
 /// Remedy of a VM and a node that do not reach each other.
 const OPEN: &str = "see the VM's console, and open the port in its security group and in the firewalls";
@@ -429,20 +427,7 @@ impl Task {
         for stage in &status.stages {
             self.metrics.guests.stage(&stage.name, stage.took_us);
         }
-        let uplink = status.stages.iter().find(|stage| stage.name == "uplink");
-        let waited = uplink.map(|stage| Duration::from_micros(stage.took_us)).unwrap_or_default();
-        if waited > SLOW_DHCP {
-            // A property of the network: one line covers all VMs.
-            static ONCE: std::sync::Once = std::sync::Once::new();
-            ONCE.call_once(|| {
-                warn!(
-                    ?waited,
-                    "the VM waited for its address from DHCP, as every VM of this network may: let the DHCP \
-                     server offer addresses without a ping before (dnsmasq: no-ping), or find the cause of \
-                     its late answers"
-                );
-            });
-        }
+        dhcp::judge(&self.settings.ready, &status.stages);
         let guest: Vec<String> = status
             .stages
             .iter()

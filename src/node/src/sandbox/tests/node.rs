@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use peerpod_base::admin::Ready;
 use peerpod_link::user_data::UserData;
 use peerpod_provider_api::InstanceId;
 use sha2::{Digest, Sha256};
@@ -40,6 +41,7 @@ pub(super) fn settings() -> Settings {
         dial: None,
         max_batch: 0,
         tracer: Tracer::default(),
+        ready: Ready::default(),
     }
 }
 
