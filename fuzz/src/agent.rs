@@ -17,8 +17,9 @@ use peerpod_link::endpoint::Filter;
 use peerpod_link::frame::{DATA, FrameReader, Header, MAX_PAYLOAD, Piece, REQUEST, RESPONSE, method_of};
 use peerpod_proto::agent::CreateContainerRequest;
 use peerpod_proto::ttrpc_frame::{Request, Response};
-use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
+use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared, Volume};
 use protobuf::Message;
+use serde_json::json;
 
 pub(crate) const SHIM: u8 = 0;
 pub(crate) const AGENT: u8 = 1;
@@ -34,6 +35,16 @@ const SHORTCUT: u8 = 8;
 const BOUNDS: Bounds = Bounds { per_connection: 8, per_sandbox: 8 };
 
 const PODNS: &str = "/run/netns/podns";
+
+/// Makes the relay's filter for a pod with one volume, whose marker is the first one of the recordings.
+fn relay() -> AgentFilter {
+    let volume =
+        json!({"id": "a".repeat(32), "name": "data", "target_path": "/data", "marker": format!("{:064}", 1)});
+    let volume: Volume = serde_json::from_value(volume).expect("a volume as the node announces it");
+    let shared = Shared::default();
+    shared.set("", &[volume]);
+    AgentFilter::new(Arc::new(shared), BOUNDS)
+}
 
 /// Encodes one message of an input.
 pub(crate) fn word(who: u8, bytes: &[u8]) -> Vec<u8> {
@@ -84,7 +95,7 @@ impl Conversation {
     fn new() -> Conversation {
         let told = Arc::new(Told::default());
         Conversation {
-            relay: AgentFilter::new(Arc::<Shared>::default(), BOUNDS),
+            relay: relay(),
             guest: Intercept::new(told.clone(), PODNS.to_owned()),
             told,
             calls: Frames::default(),
@@ -103,7 +114,7 @@ impl Conversation {
         let shortcut = who & SHORTCUT != 0;
         if who & HANDED_OVER != 0 {
             let state = self.relay.state().expect("a relay's filter can be handed over");
-            self.relay = AgentFilter::new(Arc::<Shared>::default(), BOUNDS);
+            self.relay = relay();
             assert!(self.relay.restore(&state), "{state}");
         }
         match who & 3 {
@@ -318,6 +329,14 @@ mod tests {
             (answers, containers) = (answers + conversation.answers, containers + conversation.containers);
         }
         assert!(answers > 100 && containers >= 4, "{answers} answers, {containers} containers");
+    }
+
+    #[test]
+    fn a_seed_has_refusals_that_wait_for_the_end_of_an_answer() {
+        let seeds = seeds::of("agent").into_iter();
+        // Without its last byte, the answer stays incomplete.
+        let waiting = seeds.map(|(_, seed)| walk(&seed[..seed.len() - 1]).relay.answers_waiting());
+        assert!(waiting.sum::<usize>() > 0);
     }
 
     #[test]

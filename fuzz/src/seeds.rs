@@ -6,10 +6,11 @@ use std::{fs, io};
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use peerpod_link::frame::Header;
+use peerpod_link::frame::{Header, REQUEST, RESPONSE};
 use peerpod_link::path_mtu::{Datagram, DatagramKind, Token};
 use peerpod_link::record::{self, Hello, RecordKind, SessionId, StreamKind, Target, Welcome};
 use peerpod_proto::guest::{self, Claim, ClaimReply, NetworkPlan};
+use peerpod_proto::ttrpc_frame::{Request, Response};
 use protobuf::Message;
 use serde_json::{Value, json};
 
@@ -125,7 +126,7 @@ fn frames() -> Vec<Seed> {
     seeds
 }
 
-/// Returns the conversations on the agent's socket, message by message.
+/// Returns the conversations on the agent's socket, message by message, and one with refusals.
 fn conversations() -> Vec<Seed> {
     let of_agent = |frame: &Frame| {
         let who = if frame.of_shim { agent::SHIM } else { agent::AGENT };
@@ -134,7 +135,30 @@ fn conversations() -> Vec<Seed> {
     let all = recordings().into_iter();
     let all =
         all.map(|(name, frames)| (name, frames.iter().filter_map(of_agent).flatten().collect::<Vec<u8>>()));
-    all.filter(|(_, seed)| !seed.is_empty()).collect()
+    let refusals = std::iter::once(("refusals-during-an-answer".to_owned(), refusals()));
+    all.filter(|(_, seed)| !seed.is_empty()).chain(refusals).collect()
+}
+
+/// Returns a conversation in which the relay refuses calls while a large answer of the agent passes: a container because
+/// of its volume, and calls beyond the limit.
+fn refusals() -> Vec<u8> {
+    let frame = |kind, stream, payload: &[u8]| {
+        let header = Header { length: payload.len() as u32, stream, kind, flags: 0 };
+        [&header.encode()[..], payload].concat()
+    };
+    let call = |stream: u32, method: &str| {
+        let service = "grpc.AgentService".to_owned();
+        // These bytes are no CreateContainer.
+        let request =
+            Request { service, method: method.to_owned(), payload: vec![7; 10], ..Request::default() };
+        agent::word(agent::SHIM, &frame(REQUEST, stream, &request.write_to_bytes().expect("a message")))
+    };
+    let response = Response { payload: vec![9; 20_000], ..Response::default() };
+    let answer = frame(RESPONSE, 1, &response.write_to_bytes().expect("a message"));
+    let (first, rest) = answer.split_at(10_000);
+    let (first, rest) = (agent::word(agent::AGENT, first), agent::word(agent::AGENT, rest));
+    let more: Vec<u8> = (5..25).step_by(2).flat_map(|stream| call(stream, "WaitProcess")).collect();
+    [call(1, "ReadStdout"), first, call(3, "CreateContainer"), more, rest].concat()
 }
 
 fn greetings() -> Vec<Seed> {

@@ -29,7 +29,7 @@ const FOLDER: u32 = 0o040_000;
 
 /// Volume of the pod, as the node announced it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Volume {
+pub struct Volume {
     pub(crate) id: String,
     pub(crate) name: String,
     /// Path at which the volume is published on this node.

@@ -32,7 +32,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::hypervisor::code;
 use crate::metrics::Traffic;
-use crate::volumes::{self, Copies, Volume};
+pub use crate::volumes::Volume;
+use crate::volumes::{self, Copies};
 
 /// Largest answer that is held until it is whole, in bytes.
 const HOLD: usize = 16 << 10;
@@ -76,7 +77,7 @@ impl Shared {
     }
 
     /// Sets the pod and its volumes, for all requests that begin from now on.
-    pub(crate) fn set(&self, pod: &str, volumes: &[Volume]) {
+    pub fn set(&self, pod: &str, volumes: &[Volume]) {
         pod.clone_into(&mut self.pod.write());
         *self.volumes.write() = volumes.into();
     }

@@ -56,9 +56,11 @@ fn refusals_wait_for_the_end_of_an_answer_under_way() {
         if hands_over {
             filter = hand_over(filter);
         }
+        let waiting = filter.answers_waiting();
         seen.guest(&mut filter, &whole[10_000..]);
         let (answer, refusals) = seen.local.split_at(whole.len());
         assert!(answer == whole, "the guest's bytes are changed");
+        assert_eq!((waiting, filter.answers_waiting()), (refusals.len(), 0));
         let refused =
             [(3, code::FAILED_PRECONDITION), (13, code::RESOURCE_EXHAUSTED), (15, code::INVALID_ARGUMENT)];
         assert_eq!(codes(refusals), refused);
