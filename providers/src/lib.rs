@@ -34,6 +34,14 @@ pub enum Purpose {
     /// Listing and deletion for the whole cluster, for the controller. Settings that only a create needs may be
     /// missing. A create is refused, and `preflight` is never called.
     Collect,
+    /// The preflight alone, for a check that makes nothing at the provider.
+    Check,
+}
+
+impl Purpose {
+    fn creates(self) -> bool {
+        self != Purpose::Collect
+    }
 }
 
 /// One provider: its kind, and a function that reads its section and returns an opener.
@@ -89,7 +97,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_alibabacloud::{AlibabaCloudConfig, AlibabaCloudProvider};
-            let config = AlibabaCloudConfig::read(reader, context.purpose == Purpose::Create);
+            let config = AlibabaCloudConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(AlibabaCloudProvider::new(config, owner))))
         },
         upload: None,
@@ -99,8 +107,8 @@ const TABLE: &[Row] = &[
         kind: "aws",
         free: false,
         read: |reader, context| {
-            let creates = context.purpose == Purpose::Create;
-            let config = peerpod_provider_aws::AwsConfig::read(reader, creates);
+            let mut config = peerpod_provider_aws::AwsConfig::read(reader, context.purpose.creates());
+            config.dry = context.purpose == Purpose::Check;
             at_once(|owner| Ok(Arc::new(peerpod_provider_aws::AwsProvider::new(config, owner))))
         },
         upload: Some(|reader| {
@@ -114,7 +122,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_azure::{AzureConfig, AzureProvider};
-            let config = AzureConfig::read(reader, context.purpose == Purpose::Create);
+            let config = AzureConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(AzureProvider::new(config, owner)?)))
         },
         upload: None,
@@ -126,7 +134,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_byom::{ByomConfig, ByomProvider};
-            let config = ByomConfig::read(reader, context.purpose == Purpose::Create);
+            let config = ByomConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(ByomProvider::new(config, owner))))
         },
         upload: None,
@@ -136,7 +144,7 @@ const TABLE: &[Row] = &[
         kind: "gcp",
         free: false,
         read: |reader, context| {
-            let config = peerpod_provider_gcp::GcpConfig::read(reader, context.purpose == Purpose::Create);
+            let config = peerpod_provider_gcp::GcpConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(peerpod_provider_gcp::GcpProvider::new(config, owner))))
         },
         upload: None,
@@ -147,7 +155,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_ibmcloud::{IbmCloudConfig, IbmCloudProvider};
-            let config = IbmCloudConfig::read(reader, context.purpose == Purpose::Create);
+            let config = IbmCloudConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(IbmCloudProvider::new(config, owner))))
         },
         upload: None,
@@ -158,7 +166,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_powervs::{PowerVsConfig, PowerVsProvider};
-            let config = PowerVsConfig::read(reader, context.purpose == Purpose::Create);
+            let config = PowerVsConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(PowerVsProvider::new(config, owner))))
         },
         upload: None,
@@ -170,7 +178,8 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
-            let config = LibvirtConfig::read(reader, context.purpose == Purpose::Create);
+            let mut config = LibvirtConfig::read(reader, context.purpose.creates());
+            config.dry = context.purpose == Purpose::Check;
             at_once(|owner| Ok(Arc::new(LibvirtProvider::new(config, owner))))
         },
         upload: Some(|reader| {
@@ -184,7 +193,7 @@ const TABLE: &[Row] = &[
         free: false,
         read: |reader, context| {
             use peerpod_provider_vsphere::{VsphereConfig, VsphereProvider};
-            let config = VsphereConfig::read(reader, context.purpose == Purpose::Create);
+            let config = VsphereConfig::read(reader, context.purpose.creates());
             at_once(|owner| Ok(Arc::new(VsphereProvider::new(config, owner))))
         },
         upload: None,

@@ -50,6 +50,8 @@ const MAX_ROOT_GIB: u32 = 65_536;
 pub struct AwsConfig {
     /// Whether VMs are created, not only listed and deleted.
     pub creates: bool,
+    /// Whether the preflight makes no launch template.
+    pub dry: bool,
     /// Region; `None`: the region that the SDK's chain finds (environment, profile, the node's metadata).
     pub region: Option<String>,
     /// URL of the EC2 API; `None`: the SDK's default.
@@ -165,6 +167,7 @@ impl AwsConfig {
             let batch = section.constant("batch", "BATCH", BATCH);
             AwsConfig {
                 creates,
+                dry: false,
                 region: section.optional(
                     "region",
                     "region of the VMs; default: the region of the environment, the profile or the node",

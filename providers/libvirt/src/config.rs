@@ -14,6 +14,8 @@ use crate::rpc::link::Address;
 pub struct LibvirtConfig {
     /// Whether VMs are created, not only listed and deleted.
     pub creates: bool,
+    /// Whether the preflight starts no VM to try KVM.
+    pub dry: bool,
     /// Address of libvirtd, and the driver to use.
     pub address: Address,
     /// Storage pool (of files) for images, overlays, user-data and consoles.
@@ -153,6 +155,7 @@ impl LibvirtConfig {
     pub fn read(reader: &mut Reader, creates: bool) -> LibvirtConfig {
         reader.section("provider.libvirt", |section| LibvirtConfig {
             creates,
+            dry: false,
             address: address(section),
             pool: section.get("pool", "default", "storage pool (of files) for images, overlays and consoles"),
             network: network(section),

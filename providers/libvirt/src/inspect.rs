@@ -187,7 +187,8 @@ impl Shared {
         self.known_images(&mut found).await?;
         self.images.forget().await;
         let kind = self.kind(&libvirt).await?;
-        found.facts.push(format!("VMs of kind {kind}"));
+        let tried = if self.config.dry && kind == "kvm" { ", which no VM was started to try" } else { "" };
+        found.facts.push(format!("VMs of kind {kind}{tried}"));
         found.warnings.extend(self.kind.lock().await.as_ref().and_then(|known| known.warning.clone()));
         match self.sweep(&libvirt).await? {
             0 => {}

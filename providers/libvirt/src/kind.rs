@@ -138,10 +138,15 @@ impl Shared {
         found
     }
 
-    /// Returns the fault of KVM; `None`: it works.
+    /// Returns the fault of KVM; `None`: it works, or, with [`LibvirtConfig::dry`], neither kernel nor libvirtd refuses it.
+    ///
+    /// [`LibvirtConfig::dry`]: crate::LibvirtConfig::dry
     async fn fault(&self, libvirt: &Connection) -> Result<Option<Fault>, Error> {
         if let Some(fault) = self.refused(libvirt).await {
             return Ok(Some(fault));
+        }
+        if self.config.dry {
+            return Ok(None);
         }
         Ok(match self.runs(libvirt).await? {
             Ok(Proof::Runs) => None,

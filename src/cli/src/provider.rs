@@ -165,10 +165,7 @@ fn read(
 ) -> Result<ConfiguredCheck, Mistakes> {
     let reader = Reader::load(sources.clone(), &SECTIONS, &[])?;
     if reader.is_set("provider.external.command") {
-        let place = match purpose {
-            Purpose::Create => "first",
-            Purpose::Collect => "second",
-        };
+        let place = if purpose == Purpose::Collect { "second" } else { "first" };
         let socket = folder.join(place).join("provider.sock");
         sources.flags.push(("provider.external.socket".to_owned(), socket.display().to_string()));
     }

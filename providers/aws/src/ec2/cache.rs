@@ -15,6 +15,9 @@ use crate::ec2::facts::{self, Facts, Subnet};
 use crate::ec2::provider::arch;
 use crate::ec2::shape::{ImageFacts, Shape, to_tags};
 
+/// EC2's answer to a dry run of a permitted call.
+pub(super) const DRY_RUN: &str = "DryRunOperation";
+
 impl Aws {
     /// Returns the facts about the account. Loads them if they are missing or old, or if `afresh` is set.
     pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
@@ -36,7 +39,8 @@ impl Aws {
         self.second.lock().clone()
     }
 
-    /// Returns the launch template of this shape, by name or id; makes it if it does not exist.
+    /// Returns the launch template of this shape, by name or id; makes it if it does not exist. With `dry`, EC2 is asked
+    /// whether it could be made.
     pub(crate) async fn template(
         &self,
         ec2: &Ec2,
@@ -63,6 +67,7 @@ impl Aws {
         let ask = ec2
             .client
             .create_launch_template()
+            .dry_run(self.config.dry)
             // No client token: the name serves as one, and EC2 would answer a repeated token with a template that was
             // removed since.
             .launch_template_name(&name)
@@ -71,6 +76,7 @@ impl Aws {
         let what = format!("make the launch template {name}");
         match ec2.call("CreateLaunchTemplate", "template", &what, until, || ask.clone().send()).await {
             Ok(_) => {}
+            Err(failure) if self.config.dry && failure.code() == DRY_RUN => {}
             // The name follows from the content: another node has made the same template.
             Err(failure) if failure.code().starts_with("InvalidLaunchTemplateName.AlreadyExists") => {}
             Err(failure) => return Err(failure.into()),

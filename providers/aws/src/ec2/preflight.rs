@@ -9,7 +9,8 @@ use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::until;
 
-use crate::config::Launch;
+use crate::config::{AwsConfig, Launch};
+use crate::ec2::cache::DRY_RUN;
 use crate::ec2::create::specification;
 use crate::ec2::facts::Facts;
 use crate::ec2::provider::Connected;
@@ -40,6 +41,10 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
     listed.iter().for_each(|vm| aws.spots.seen(vm));
     let mut found = Preflight { facts: said(aws, connected, &facts), ..Preflight::default() };
     found.facts.push(format!("{} VMs of this node", listed.len()));
+    if leaves_fleet_out(&aws.config) {
+        let text = "ec2:CreateFleet was not asked for: it needs a launch template, and a check makes none";
+        found.facts.push(text.to_owned());
+    }
     match strays {
         Ok(0) => {}
         Ok(count) => found.facts.push(format!("{count} NICs with our tags were unattached and were deleted")),
@@ -82,6 +87,11 @@ fn said(aws: &Aws, connected: &Connected, facts: &Facts) -> Vec<String> {
     ]
 }
 
+/// Whether no dry run of a fleet is possible: it needs a launch template, and a dry preflight makes none.
+fn leaves_fleet_out(config: &AwsConfig) -> bool {
+    config.dry && config.launch == Launch::Fleet && config.launch_template.is_none()
+}
+
 /// Makes a dry-run launch, which EC2 checks but does not execute.
 async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(), Error> {
     let ec2 = &connected.ec2;
@@ -91,8 +101,11 @@ async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(
         Shape::new(config, image, &facts.security_groups, config.use_public_ip, config.confidential)
     });
     let subnet = facts.subnets.first().map(|subnet| subnet.id.clone());
-    let answer = if config.launch == Launch::Fleet {
-        let template = aws.template(ec2, shape.as_ref(), until()).await?;
+    let template = match config.launch {
+        Launch::Fleet => Some(aws.template(ec2, shape.as_ref(), until()).await?),
+        Launch::Run => None,
+    };
+    let answer = if let Some(template) = template.filter(|_| !leaves_fleet_out(config)) {
         let specification = specification(&template, config.launch_template.is_none());
         let entry = FleetLaunchTemplateOverridesRequest::builder()
             .instance_type(config.instance_type.as_str().into())
@@ -123,7 +136,7 @@ async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(
         ec2.call("RunInstances", "preflight", what, until(), || ask.clone().send()).await.map(drop)
     };
     match answer {
-        Err(failure) if failure.code() == "DryRunOperation" => Ok(()),
+        Err(failure) if failure.code() == DRY_RUN => Ok(()),
         Err(failure) => Err(failure.into()),
         // EC2 should not accept a dry run like this; if it does, the launch is permitted.
         Ok(()) => Ok(()),

@@ -4,9 +4,11 @@
 use super::common;
 use std::time::Duration;
 
-use common::{Cloud, OTHER_IMAGE, PATIENCE, key, placed, request, until, within};
+use common::{Cloud, OTHER_IMAGE, PATIENCE, key, owner, placed, request, until, within};
 use peerpod_provider_api::{CreateRequest, DiskRequest, Error, Provider};
+use peerpod_provider_aws::{AwsConfig, AwsProvider};
 use peerpod_test_ec2::Fault;
+use serde_json::json;
 
 /// Asserts the class of an error, and every part of its text.
 #[track_caller]
@@ -137,6 +139,24 @@ async fn preflight_reports_all_expired_and_forbidden_things_at_once() {
         "{found:?}"
     );
     assert!(found.facts.iter().any(|fact| fact.contains("eu-central-1")), "{found:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dry_preflight_makes_nothing_and_asks_for_the_rights() {
+    let cloud = Cloud::start().await;
+    let dry = || AwsProvider::new(AwsConfig { dry: true, ..cloud.config(&[]) }, owner("n"));
+    cloud.proxy.forget_calls();
+    dry().preflight().await.unwrap();
+    let asked = cloud.proxy.actions();
+    let made: Vec<_> = asked.iter().filter(|action| !action.starts_with("Describe")).collect();
+    assert_eq!(made, ["CreateLaunchTemplate", "RunInstances"]);
+    let templates = cloud.proxy.boto3("describe_launch_templates", &json!({})).await.unwrap();
+    assert_eq!((&templates["LaunchTemplates"], cloud.machines().await), (&json!([]), Vec::new()));
+    for action in made {
+        cloud.proxy.deny(action);
+        says(&dry().preflight().await.unwrap_err(), "auth", &[&format!("allow ec2:{action}")]);
+        cloud.proxy.heal();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,12 +7,12 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{PATIENCE, Place, create, key, request, state, text_of};
+use common::{PATIENCE, Place, create, key, owner, request, state, text_of};
 use futures_util::StreamExt;
 use peerpod_provider_api::{
     Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, EventKind, OwnedState, Provider, Size,
 };
-use peerpod_provider_libvirt::LibvirtProvider;
+use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
 use peerpod_world::eventually;
 use peerpod_world::libvirtd::{NETWORK, POOL};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -166,6 +166,20 @@ async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_s
             assert!(text.contains("no VM can be started with KVM") && !text.contains("pool"), "{text}");
         }
     }
+    place.assert_clean();
+}
+
+/// A trial changes the time of the pool's folder, because its disk is there for a moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dry_preflight_tries_kvm_with_no_vm() {
+    let place = Place::new();
+    let changed = || fs::metadata(place.libvirtd.pool_folder(POOL)).unwrap().modified().unwrap();
+    let before = changed();
+    let config = LibvirtConfig { dry: true, ..place.config(&[("acceleration", "auto")]) };
+    let found = LibvirtProvider::new(config, owner("node")).preflight().await.unwrap();
+    assert_eq!(changed(), before, "{found:?}");
+    let runs = found.facts.iter().any(|fact| fact.contains("no VM was started to try"));
+    assert!(runs || found.warnings.iter().any(|warning| warning.contains("KVM")), "{found:?}");
     place.assert_clean();
 }
 

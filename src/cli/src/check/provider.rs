@@ -70,7 +70,7 @@ async fn ask_provider(config: &Config, is_running: bool, folder: &Path) -> Vec<I
         state_dir: folder.to_owned(),
         cluster_id: config.text("node.cluster-id"),
         node_name: format!("check-{}", std::process::id()),
-        purpose: Purpose::Create,
+        purpose: Purpose::Check,
     };
     // The keys of the other sections are known, too.
     ask(&mut reader);
