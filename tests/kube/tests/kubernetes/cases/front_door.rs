@@ -68,23 +68,32 @@ pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
     capture("test", "peerpod test", table.trim_start_matches('\n')).map_err(anyhow::Error::msg)
 }
 
-/// Runs the command line in a pod with the node's sockets, like that of the chart.
+/// Makes a DaemonSet with the node's sockets and an account like that of the chart, and asks its pod.
 pub(crate) fn orphans(case: &Case<'_>) -> anyhow::Result<()> {
     let program = program("peerpod")?;
     let run = case.node.run_dir()?;
+    let labels = "app.kubernetes.io/name: peerpod, app.kubernetes.io/component: node";
+    let binding = format!("{}-node", case.namespace);
     case.apply(&format!(
-        "{{apiVersion: v1, kind: Pod, metadata: {{name: peerpod-node-x, labels: {{app.kubernetes.io/name: peerpod, \
-         app.kubernetes.io/component: node}}}}, spec: {{terminationGracePeriodSeconds: 1, containers: [{{name: node, \
+        "{{apiVersion: v1, kind: ServiceAccount, metadata: {{name: node}}}}\n---\n\
+         {{apiVersion: rbac.authorization.k8s.io/v1, kind: ClusterRoleBinding, \
+         metadata: {{name: {binding}, labels: {{{labels}}}}}, \
+         roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: none}}, \
+         subjects: [{{kind: ServiceAccount, name: node, namespace: {}}}]}}\n---\n\
+         {{apiVersion: apps/v1, kind: DaemonSet, metadata: {{name: node}}, spec: {{\
+         selector: {{matchLabels: {{{labels}}}}}, template: {{metadata: {{labels: {{{labels}}}}}, \
+         spec: {{serviceAccountName: node, terminationGracePeriodSeconds: 1, containers: [{{name: node, \
          image: IMAGE, command: [sleep, '1000'], volumeMounts: [{{name: program, mountPath: /usr/bin/peerpod}}, \
          {{name: lib, mountPath: /lib}}, {{name: lib64, mountPath: /lib64}}, {{name: run, mountPath: /run/peerpod}}]}}], \
          volumes: [{{name: program, hostPath: {{path: {}}}}}, {{name: lib, hostPath: {{path: /usr/lib}}}}, \
-         {{name: lib64, hostPath: {{path: /usr/lib64}}}}, {{name: run, hostPath: {{path: {}}}}}]}}}}",
+         {{name: lib64, hostPath: {{path: /usr/lib64}}}}, {{name: run, hostPath: {{path: {}}}}}]}}}}}}}}",
+        case.namespace,
         program.display(),
         run.display(),
     ))?;
-    case.ready("peerpod-node-x")?;
+    case.kubectl(&["rollout", "status", "daemonset/node", "--timeout=120s"])?;
     let (code, text, errors) = peerpod(case, &["orphans", "-o", "json"])?;
     let read: Value = serde_json::from_str(&text).with_context(|| format!("{text}{errors}"))?;
     ensure!(code == Some(0) && read.is_array(), "{code:?} {text} {errors}");
-    Ok(())
+    case.kubectl(&["delete", "clusterrolebinding", &binding]).map(drop)
 }
