@@ -43,8 +43,12 @@ pub(super) async fn check(config: &Config, pre: bool, account: Option<&Account>)
     let client = match client {
         Ok(client) => client,
         Err(why) => {
-            let remedy = "set kubernetes.kubeconfig, or KUBECONFIG, to a file that can be read";
-            let none = kubeconfig.is_none() && std::env::var_os("KUBECONFIG").is_none();
+            let remedy = "set kubernetes.kubeconfig, or KUBECONFIG, to a file that can be read; in a pod, mount its \
+                          service account's token";
+            let is_set = |name| std::env::var_os(name).is_some();
+            // Kubernetes sets the second variable in each pod.
+            let none =
+                kubeconfig.is_none() && !["KUBECONFIG", "KUBERNETES_SERVICE_HOST"].into_iter().any(is_set);
             let outcome =
                 if none { skipped("no API server is configured") } else { failed(why.to_string(), remedy) };
             return (vec![Area::Cluster.item("api-server", outcome)], Seen::default());
@@ -157,11 +161,7 @@ fn runtime_class(class: Option<&RuntimeClass>, name: &str, pre: bool) -> Outcome
         (false, None) => label("app.kubernetes.io/managed-by").unwrap_or("no known owner").to_owned(),
     };
     let text = format!("RuntimeClass {name} has handler {} and belongs to {owner}", class.handler);
-    if pre && !ours {
-        let remedy = "install the chart with runtimeClass.create: false, or delete that RuntimeClass first";
-        return warning(format!("{text}, so Helm refuses to make it"), remedy);
-    }
-    Ok(text)
+    Ok(if pre && !ours { format!("{text}; this chart leaves it as it is") } else { text })
 }
 
 fn name_of(node: &Node) -> &str {
@@ -298,7 +298,7 @@ mod tests {
         };
         let (seen, why) = verdict(runtime_class(Some(&class(json!({}))), "kata-remote", true));
         assert!(
-            seen == Verdict::Warning && why.contains("kata-deploy") && why.contains("create: false"),
+            seen == Verdict::Ok && why.contains("kata-deploy") && why.contains("leaves it as it is"),
             "{why}"
         );
         let ours = class(json!({"app.kubernetes.io/name": "peerpod"}));

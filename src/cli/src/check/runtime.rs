@@ -11,14 +11,15 @@ use super::config::Config;
 use super::{below, read_toml};
 use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
-/// Configurations of container runtimes; the first one that is there counts.
+/// Configurations of container runtimes, of CRI-O its folder; the first one that is there counts.
 const FILES: [(&str, Kind); 4] = [
     ("/etc/containerd/config.toml", Kind::Containerd),
     ("/var/lib/rancher/k3s/agent/etc/containerd/config.toml", Kind::Containerd),
     ("/var/lib/rancher/rke2/agent/etc/containerd/config.toml", Kind::Containerd),
-    ("/etc/crio/crio.conf", Kind::Crio),
+    ("/etc/crio", Kind::Crio),
 ];
-/// Folders of further files of CRI-O.
+/// CRI-O's file, which may be missing, and the folder of its further files.
+const CRIO_FILE: &str = "/etc/crio/crio.conf";
 const CRIO_FOLDER: &str = "/etc/crio/crio.conf.d";
 /// Folders in which containerd looks for a shim without `runtime_path`.
 const PATH: [&str; 7] =
@@ -44,6 +45,8 @@ struct Handler {
     snapshotter: String,
     annotations: Vec<String>,
     without_devices: bool,
+    /// Whether CRI-O leaves the images to the runtime.
+    pulls: bool,
     /// Whether containerd reads this plugin's table in a file of this version.
     is_read: bool,
 }
@@ -75,6 +78,9 @@ pub(super) fn check(root: &Path, config: &Config, name: &str, version: Option<&s
     if let Some(handler) = handler {
         items.push(Area::Runtime.item("annotations", annotations(handler)));
         items.push(Area::Runtime.item("devices", devices(handler)));
+        if kind == Kind::Crio {
+            items.push(Area::Runtime.item("images", images(handler)));
+        }
         items.extend(kata::check(root, config, handler));
     }
     items
@@ -82,7 +88,13 @@ pub(super) fn check(root: &Path, config: &Config, name: &str, version: Option<&s
 
 /// Returns the definitions of the handler, in the order in which the runtime reads them.
 fn handlers(root: &Path, file: &str, kind: Kind, name: &str) -> Result<Vec<Handler>, String> {
-    let mut files = vec![file.to_owned()];
+    let mut files = match kind {
+        Kind::Containerd => vec![file.to_owned()],
+        Kind::Crio => {
+            let first = Some(CRIO_FILE.to_owned()).filter(|file| below(root, file).exists());
+            first.into_iter().chain(matching(root, &format!("{CRIO_FOLDER}/*"))).collect()
+        }
+    };
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(file) = files.get(at).cloned().filter(|_| at < MOST_FILES) {
@@ -94,12 +106,7 @@ fn handlers(root: &Path, file: &str, kind: Kind, name: &str) -> Result<Vec<Handl
                 }
                 found.extend(of_containerd(&table, &file, name));
             }
-            Kind::Crio => {
-                if at == 0 {
-                    files.extend(matching(root, &format!("{CRIO_FOLDER}/*")));
-                }
-                found.extend(of_crio(&table, &file, name));
-            }
+            Kind::Crio => found.extend(of_crio(&table, &file, name)),
         }
         at += 1;
     }
@@ -138,6 +145,7 @@ fn of_crio(table: &Value, file: &str, name: &str) -> Option<Handler> {
         kata,
         is_read: true,
         annotations: strings(&found["allowed_annotations"]),
+        pulls: found["runtime_pull_image"] == true,
         ..common(found, file)
     };
     found.is_object().then_some(handler)
@@ -180,7 +188,9 @@ fn runtime_version(root: &Path, version: Option<&str>, handler: Option<&Handler>
             "the version of the container runtime is unknown here; containerd needs 1.7 or later",
         );
     };
-    let Some(number) = version.strip_prefix("containerd://") else { return Ok(version.to_owned()) };
+    let Some(number) = version.strip_prefix("containerd://") else {
+        return skipped(format!("{version}: it must know runtime_pull_image; no first version is known"));
+    };
     let mut parts =
         number.trim_start_matches('v').split('.').map(|part| part.parse::<u32>().unwrap_or_default());
     let known = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
@@ -245,6 +255,14 @@ fn devices(handler: &Handler) -> Outcome {
     warning(cause, "write privileged_without_host_devices = true, and restart the runtime")
 }
 
+fn images(handler: &Handler) -> Outcome {
+    if handler.pulls {
+        return Ok("CRI-O leaves the images to the VM".to_owned());
+    }
+    let cause = format!("{}: CRI-O pulls the images itself, and the VM has none of them", handler.file);
+    failed(cause, "write runtime_pull_image = true, and restart CRI-O")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -284,6 +302,29 @@ mod tests {
     }
 
     #[test]
+    fn files_in_the_folder_of_crio_are_enough() {
+        let root = std::env::temp_dir().join(format!("peerpod-check-crio-{}", std::process::id()));
+        let folder = below(&root, CRIO_FOLDER);
+        std::fs::create_dir_all(&folder).unwrap();
+        for (text, verdict) in
+            [(CRIO.to_owned(), Verdict::Ok), (CRIO.replace("runtime_pull_image", "x"), Verdict::Failed)]
+        {
+            std::fs::write(folder.join("20-kata.conf"), text).unwrap();
+            let found = handlers(&root, "/etc/crio", Kind::Crio, "kata-remote").unwrap();
+            let [handler] = &found[..] else { panic!("{found:?}") };
+            assert_eq!(self::verdict(images(handler)).0, verdict);
+        }
+        std::fs::write(below(&root, CRIO_FILE), CRIO).unwrap();
+        let found = handlers(&root, "/etc/crio", Kind::Crio, "kata-remote").unwrap();
+        assert_eq!(
+            found.iter().map(|one| one.pulls).collect::<Vec<_>>(),
+            [true, false],
+            "the last one counts"
+        );
+        std::fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
     fn an_old_containerd_needs_the_link() {
         let root = std::env::temp_dir().join(format!("peerpod-check-runtime-{}", std::process::id()));
         std::fs::create_dir_all(root.join("usr/bin")).unwrap();
@@ -291,7 +332,7 @@ mod tests {
         let version = |text| verdict(runtime_version(&root, Some(text), Some(&handler)));
         assert_eq!(version("containerd://1.7.2").0, Verdict::Ok);
         assert_eq!(version("containerd://2.1.0").0, Verdict::Ok);
-        assert_eq!(version("cri-o://1.33.0").0, Verdict::Ok);
+        assert_eq!(version("cri-o://1.33.0").0, Verdict::Skipped);
         assert_eq!(version("containerd://1.5.9").0, Verdict::Failed);
         let (seen, why) = version("containerd://1.6.20~ds1");
         assert!(seen == Verdict::Failed && why.contains("containerd-shim-kata-remote-v2"), "{why}");

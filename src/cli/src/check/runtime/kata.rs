@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{Handler, linked_shim};
 use crate::check::config::Config;
 use crate::check::{below, read, read_toml};
-use crate::item::{Area, Item, failed, skipped};
+use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// One of Kata's two shims.
 #[derive(Debug)]
@@ -68,6 +68,8 @@ const SHIMS: [Shim; 2] = [
 const GUEST_SNAPSHOTTERS: [&str; 1] = ["nydus"];
 /// Folder in which a release of Kata notes its version.
 const VERSION: &str = "/opt/kata/VERSION";
+/// First major version of Kata that is supported.
+const LEAST: u32 = 4;
 /// Size limit of a shim.
 const MOST_SHIM: u64 = 512 << 20;
 
@@ -76,10 +78,12 @@ pub(super) fn check(root: &Path, config: &Config, handler: &Handler) -> Vec<Item
     let path = Some(handler.runtime_path.clone()).filter(|path| !path.is_empty());
     let path = path.or_else(|| linked_shim(root, handler)).unwrap_or_default();
     let shim = if path.is_empty() { Err("no runtime_path".to_owned()) } else { which(&below(root, &path)) };
-    let version = read(root, VERSION).map(|text| format!(" of Kata {}", text.trim())).unwrap_or_default();
+    let least = format!("install Kata {LEAST}.0 or later");
     let (shim, outcome) = match shim {
-        Ok(Some(shim)) => (Some(shim), Ok(format!("{path}: the {} shim{version}", shim.name))),
-        Ok(None) => (None, failed(format!("{path} is no shim of Kata"), "install Kata 3.20 or later")),
+        Ok(Some(shim)) => {
+            (Some(shim), version(&format!("{path}: the {} shim", shim.name), read(root, VERSION)))
+        }
+        Ok(None) => (None, failed(format!("{path} is no shim of Kata"), least)),
         Err(why) => {
             let remedy = "install Kata (kata-deploy), or correct runtime_path of the handler";
             (None, failed(format!("{}: the shim {path}: {why}", handler.file), remedy))
@@ -100,6 +104,18 @@ pub(super) fn check(root: &Path, config: &Config, handler: &Handler) -> Vec<Item
         }
     }
     items
+}
+
+/// Judges the version that a release of Kata notes in a file; packages of a distribution have none.
+fn version(shim: &str, noted: Result<String, String>) -> Outcome {
+    let Ok(noted) = noted else { return Ok(format!("{shim} of unknown version; Kata {LEAST}.0 is needed")) };
+    let noted = noted.trim();
+    match noted.split('.').next().and_then(|major| major.parse::<u32>().ok()) {
+        Some(major) if major < LEAST => {
+            warning(format!("{shim} of Kata {noted}"), format!("install Kata {LEAST}.0 or later"))
+        }
+        _ => Ok(format!("{shim} of Kata {noted}")),
+    }
 }
 
 /// Finds the kind of a shim by the text of its version.
@@ -187,6 +203,16 @@ mod tests {
         let pull = rust.shipped.0.replace("[\"force_guest_pull\"]", "[]");
         let wrong = check_keys(rust, &pull);
         assert!(wrong[0].1.contains("write runtime.experimental = [\"force_guest_pull\"]"), "{wrong:?}");
+    }
+
+    #[test]
+    fn an_old_kata_is_named() {
+        let verdict = |noted: Result<&str, &str>| {
+            let noted = noted.map(str::to_owned).map_err(str::to_owned);
+            Area::Kata.item("shim", version("/shim", noted)).verdict
+        };
+        assert_eq!(verdict(Ok("3.31.0\n")), Verdict::Warning);
+        assert_eq!([Ok("4.1.0\n"), Ok("main"), Err("no file")].map(verdict), [Verdict::Ok; 3]);
     }
 
     #[test]
