@@ -156,12 +156,13 @@ test-csi: setup
 	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test csi
 
 # Figures of the cluster's side, with the counts that are promised: 500 deletes and 20 kills (controller_500_deletes_vs_ideal,
-# controller_leaks), 2,000 admissions (webhook_p99_ms, webhook_p99_vs_noop).
+# controller_leaks), 2,000 admissions (webhook_p99_ms, webhook_p99_vs_noop), the faults whose cause and remedy are named
+# (faults_named, faults_total), and the items of a check (check_items).
 bench-kube: setup
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture check controller webhook
+	PEERPOD_TEST_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture check controller faults webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side, of the CSI wrapper and, with
 # KATA_DIR, of pods on a real node; the VM images for aarch64 in emulated machines; then each fuzz target, FUZZ_SECONDS

@@ -255,7 +255,7 @@ impl Bench {
             Ok(page) => failed(format!("the page is {page:?}"), "see the log of kubelet"),
             Err(why) => failed(
                 format!("{why:#}"),
-                "see `localhost` in docs/networking.md, and Events NetworkObstacle of the pod",
+                "see `localhost` in docs/networking.md, and peerpod_node_network_obstacles_total of the node",
             ),
         }
     }
