@@ -89,6 +89,8 @@ release:
 DIST_TARGET := $(ARCH)-unknown-linux-musl
 DIST_PACKAGES := peerpod-node peerpod-relay peerpod-cluster peerpod-csi peerpod
 DIST_WITH := $(if $(CLOUDS),--features $(CLOUD_PROVIDERS))
+# Commit that `peerpod version` shows; empty outside of a checkout.
+COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 # Paths of this machine are not in what is built.
 DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
 dist: setup-dist
@@ -97,7 +99,7 @@ ifeq ($(PROFILE),dev)
 	$(TARGET)/debug/peerpod-dist --from $(TARGET)/debug --out $(TARGET)/dist $(DIST_PACKAGES:%=--program %)
 else
 	$(CARGO) build --locked --workspace --bin peerpod-dist $(WITH)
-	RUSTFLAGS="$(DIST_FLAGS)" $(CARGO) build --locked --profile dist --target $(DIST_TARGET) --bins \
+	RUSTFLAGS="$(DIST_FLAGS)" $(COMMIT:%=PEERPOD_COMMIT=%) $(CARGO) build --locked --profile dist --target $(DIST_TARGET) --bins \
 		$(DIST_PACKAGES:%=-p %) $(DIST_WITH)
 	$(TARGET)/debug/peerpod-dist --from $(TARGET)/$(DIST_TARGET)/dist --out $(TARGET)/dist --target $(DIST_TARGET) \
 		$(DIST_PACKAGES:%=--program %) $(DIST_WITH)

@@ -122,3 +122,22 @@ fn what_the_dockerfile_copies_is_what_is_made() {
     }
     assert!(text.lines().any(|line| line == "USER 65532:65532"));
 }
+
+#[test]
+fn the_programs_of_a_checkout_know_their_commit() {
+    let output = |program: &str, words: &[&str]| {
+        String::from_utf8(Command::new(program).args(words).current_dir(project("")).output().unwrap().stdout)
+            .unwrap()
+    };
+    let lines = |words: &[&str]| {
+        let text = output("make", &[&["-n", "dist", "ARCH=x86_64"], words].concat());
+        text.lines().filter(|line| line.contains("--profile dist")).collect::<String>()
+    };
+    let commit = output("git", &["rev-parse", "--short=12", "HEAD"]);
+    // A source archive has no history.
+    if !commit.is_empty() {
+        assert!(lines(&[]).contains(&format!(" PEERPOD_COMMIT={} ", commit.trim())), "{}", lines(&[]));
+    }
+    let without = lines(&["COMMIT="]);
+    assert!(!without.is_empty() && !without.contains("PEERPOD_COMMIT"), "{without}");
+}

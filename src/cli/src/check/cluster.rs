@@ -22,6 +22,7 @@ use super::Account;
 use super::config::Config;
 use super::network::MOST_PEERS;
 use crate::item::{Area, Item, Outcome, failed, skipped, warning};
+use crate::version::{is_ours, version_of};
 
 /// Deviation of the clocks in seconds that is named, and one that makes tickets and certificates fail.
 const SKEW: (i64, i64) = (5, 60);
@@ -248,8 +249,10 @@ fn versions(sets: &[DaemonSet]) -> Outcome {
     let mut behind = Vec::new();
     for set in sets {
         let name = set.metadata.name.clone().unwrap_or_default();
-        let label = set.metadata.labels.as_ref().and_then(|labels| labels.get("app.kubernetes.io/version"));
-        if let Some(version) = label.filter(|version| *version != ours) {
+        let pod = set.spec.as_ref().and_then(|spec| spec.template.spec.as_ref());
+        let image = pod.and_then(|pod| pod.containers.first()?.image.as_deref()).unwrap_or_default();
+        let found = version_of(image, set.metadata.labels.as_ref());
+        if let Some(version) = found.filter(|version| !is_ours(version)) {
             behind.push(format!("{name} is of version {version}, and this program of {ours}"));
         }
         let status = set.status.clone().unwrap_or_default();
@@ -339,6 +342,11 @@ mod tests {
         assert_eq!(verdict(versions(&[set(ours, 3)])).0, Verdict::Ok);
         let (seen, why) = verdict(versions(&[set("0.0.1", 1)]));
         assert!(seen == Verdict::Warning && why.contains("2 of 3 pods") && why.contains("0.0.1"), "{why}");
+        let mut other = set(ours, 3);
+        let pod = json!({"containers": [{"name": "relay", "image": "r.example/pp:v0.0.2"}]});
+        other.spec = Some(from_value(json!({"selector": {}, "template": {"spec": pod}})).unwrap());
+        let (seen, why) = verdict(versions(&[other]));
+        assert!(seen == Verdict::Warning && why.contains("0.0.2"), "its image has a tag of its own: {why}");
         let (seen, why) = verdict(definitions(&crds::all().into_iter().skip(1).collect::<Vec<_>>()));
         assert!(seen == Verdict::Failed && why.contains("peerpod-cluster crds"), "{why}");
         assert_eq!(verdict(definitions(&crds::all())).0, Verdict::Ok);
