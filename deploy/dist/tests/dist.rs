@@ -68,6 +68,7 @@ fn the_tree_is_all_that_the_programs_need() {
         let done = inside("--help");
         assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
         assert!(String::from_utf8_lossy(&inside("--version").stdout).ends_with(&version), "{program}");
+        assert_eq!(inside("--no.such=1").status.code(), Some(2), "{program}: a mistake in the command");
     }
     let mut losetup = Command::new("chroot");
     losetup.arg(first.join("rootfs")).args(["/usr/sbin/losetup", "--version"]);

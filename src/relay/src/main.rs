@@ -3,8 +3,9 @@
 use std::process::ExitCode;
 
 use peerpod_base::config::{Setting, Sources};
+use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
-use peerpod_base::{lifecycle, telemetry};
+use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_relay::config::RelayConfig;
 use peerpod_relay::harden::{self, Files};
 use peerpod_relay::{app, supervisor};
@@ -20,7 +21,14 @@ fn main() -> ExitCode {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
-    match start() {
+    let (config, log) = match RelayConfig::load(Sources::of_this_process(program::arguments())) {
+        Ok((config, log, _)) => (config, log),
+        Err(mistakes) => {
+            eprintln!("{}: {mistakes}", PROGRAM.name);
+            return ExitCode::from(2);
+        }
+    };
+    match start(config, &log) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("peerpod-relay: {}", peerpod_base::chain::chain(error.as_ref()));
@@ -35,9 +43,8 @@ fn settings() -> Vec<Setting> {
     loaded.map(|(_, _, settings)| settings).unwrap_or_default()
 }
 
-fn start() -> anyhow::Result<ExitCode> {
-    let (config, log, _) = RelayConfig::load(Sources::of_this_process(program::arguments()))?;
-    telemetry::init(&log)?;
+fn start(config: RelayConfig, log: &LogConfig) -> anyhow::Result<ExitCode> {
+    telemetry::init(log)?;
     if config.waits_when_replaced {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         return Ok(runtime.block_on(supervisor::keep())?);

@@ -193,7 +193,7 @@ fn it_exits_with_all_mistakes_in_the_settings() {
         .args(["--paths.run-dir=x", "--relay.listen=nowhere", "--relay.pod=x"])
         .output()
         .unwrap();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stderr).unwrap();
     for part in ["paths.run-dir", "relay.listen", "relay.pod"] {
         assert!(text.contains(part), "{part} in {text}");
