@@ -140,11 +140,15 @@ impl Work {
             .map_err(|why| Error::Not("Invalid", why))?;
         let live: Vec<&PeerPodConfig> =
             all.iter().filter(|one| one.metadata.deletion_timestamp.is_none()).collect();
-        let webhook = self.offer(&manifests, &live).await?;
+        let (webhook, foreign_class) = self.offer(&manifests, &live).await?;
         // The relay comes first: the node is not ready without it.
         let relay = self.put::<DaemonSet>(config.namespace(), &relay).await?;
         let node = self.put::<DaemonSet>(config.namespace(), &node).await?;
-        Ok(verdict(progress(&node), progress(&relay), webhook))
+        let (ready, reason, mut text) = verdict(progress(&node), progress(&relay), webhook);
+        if let Some(name) = foreign_class {
+            text += &format!("; RuntimeClass {name} has another owner, and stays as it is");
+        }
+        Ok((ready, reason, text))
     }
 
     /// Returns the chart's manifests; [`Error::Not`]: there are none.

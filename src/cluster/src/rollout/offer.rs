@@ -28,18 +28,25 @@ use super::manifest::Manifests;
 const OF: &str = "peerpod.io/namespace";
 
 impl Work {
-    /// Applies the objects that admit pods of these PeerPodConfigs. Returns the reason if no pod is admitted.
+    /// Applies the objects that admit pods of these PeerPodConfigs. Returns the reason if no pod is admitted, and the name
+    /// of a RuntimeClass of another owner, like kata-deploy's: it stays as it is.
     pub(super) async fn offer(
         &self,
         manifests: &Manifests,
         live: &[&PeerPodConfig],
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<(Option<String>, Option<String>), Error> {
         let (registered, why_not) = self.webhook(manifests).await?;
         if let Some(mut class) = manifests.runtime_class(live).filter(|_| registered) {
+            let name = class["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+            let classes: Api<RuntimeClass> = Api::all(self.client());
+            let found = within(format!("get RuntimeClass {name}"), classes.get_metadata_opt(&name)).await?;
+            if found.is_some_and(|found| found.annotations().get(OF) != Some(&self.context.namespace)) {
+                return Ok((why_not, Some(name)));
+            }
             class["metadata"]["annotations"][OF] = json!(self.context.namespace);
             self.put::<RuntimeClass>(None, &class).await?;
         }
-        Ok(why_not)
+        Ok((why_not, None))
     }
 
     /// Removes the applied objects when no PeerPodConfig is left. One pass deletes the class; a later pass that finds

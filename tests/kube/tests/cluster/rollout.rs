@@ -184,6 +184,7 @@ async fn a_peer_pod_config_becomes_daemon_sets_of_its_nodes() {
     refused(&cluster, "mwebhook.peerpods.io").await;
 
     somebody_elses_class_stays(&cluster, &controller).await;
+    another_owners_class_is_left_alone(&cluster, &config, &controller).await;
     controller.check().unwrap();
     assert!(!controller.said().contains("forbidden"), "{}", controller.said());
 }
@@ -219,6 +220,24 @@ async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
     assert!(!get(cluster, "runtimeclass", "kata-remote").unwrap().is_null());
     let hooks = get(cluster, "mutatingwebhookconfiguration", "peerpod-webhook").unwrap()["webhooks"].clone();
     assert_eq!(hooks.as_array().map(Vec::len), Some(1), "{hooks}");
+}
+
+/// Checks that a RuntimeClass that another release has made keeps its content, and that the status names it.
+async fn another_owners_class_is_left_alone(
+    cluster: &Cluster,
+    config: &impl Fn(&str, Value),
+    controller: &Process,
+) {
+    cluster.kubectl(&["delete", "runtimeclass", "kata-remote"]).unwrap();
+    let class = json!({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "kata-remote",
+        "metadata": {"name": "kata-remote", "annotations": {"meta.helm.sh/release-name": "kata-deploy"}}});
+    apply(cluster, &class);
+    let before = get(cluster, "runtimeclass", "kata-remote").unwrap();
+    config("silver", json!({"nodeSelector": {"pool": "silver"}}));
+    object(cluster, "daemonset", "peerpod-node-silver").await;
+    let said = until(cluster, "silver", "NoNodes", controller).await;
+    assert!(said.contains("RuntimeClass kata-remote has another owner"), "{said}");
+    assert_eq!(get(cluster, "runtimeclass", "kata-remote").unwrap(), before);
 }
 
 /// Checks that foreign fields (a variable, an annotation) survive a changed limit and time, and that overwritten fields
