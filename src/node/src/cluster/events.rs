@@ -1,5 +1,5 @@
-//! Posts failures and progress of a pod's VM as Events on the pod; progress also on the PeerPod. A repeated Event increases the count of the first one; Events
-//! beyond a pod's rate limit are dropped. While the API server is unreachable, Events wait, limited in number and time.
+//! Posts failures and progress of a pod's VM as Events on the pod and on its PeerPod. A repeated Event increases the count
+//! of the first one; Events beyond a pod's rate limit are dropped. While the API server is unreachable, Events wait, limited in number and time.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -73,14 +73,14 @@ impl Events {
         Events(Arc::new(Inner { calls, pods, node, metrics, waiting, limits, wake }))
     }
 
-    /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
+    /// Posts an Event on the pod, and on the PeerPod of its sandbox if it names one. Never waits; beyond a pod's rate limit, Events are dropped.
     pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
         let now = Instant::now();
         if self.0.limits.enter(&(pod.namespace.clone(), pod.name.clone()), now.into_std()).is_none() {
             self.0.metrics.cluster.events_dropped.inc();
             return;
         }
-        let peerpod = said.progress_of.as_ref().map(|id| PeerPod::name_of(&pod.name, id.as_str()));
+        let peerpod = said.of.as_ref().map(|id| PeerPod::name_of(&pod.name, id.as_str()));
         let event = Waiting { pod: pod.clone(), peerpod: None, said, since: now, at: Timestamp::now() };
         if peerpod.is_some() {
             self.put(Waiting { peerpod, ..event.clone() });
@@ -167,7 +167,7 @@ impl Events {
             "involvedObject": object,
             "reason": said.reason,
             "message": message,
-            "type": if said.progress_of.is_some() { "Normal" } else { "Warning" },
+            "type": if said.is_normal { "Normal" } else { "Warning" },
             "count": 1,
             "firstTimestamp": at,
             "lastTimestamp": at,

@@ -124,15 +124,15 @@ pub(crate) struct PodEvent {
     pub reason: &'static str,
     /// Problem, cause and remedy; of a normal Event the fact.
     pub text: String,
-    /// Sandbox of which it reports regular progress: the Event is normal, and on the sandbox's PeerPod as well. `None`: a
-    /// warning.
-    pub progress_of: Option<SandboxId>,
+    pub is_normal: bool,
+    /// Sandbox whose PeerPod gets the Event, too; `None`: the pod alone.
+    pub of: Option<SandboxId>,
 }
 
 impl PodEvent {
-    /// Makes the Event of a problem.
+    /// Makes the Event of a problem, for the pod alone.
     pub(crate) fn warning(reason: &'static str, text: String) -> PodEvent {
-        PodEvent { reason, text, progress_of: None }
+        PodEvent { reason, text, is_normal: false, of: None }
     }
 }
 

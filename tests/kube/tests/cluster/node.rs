@@ -288,9 +288,12 @@ async fn a_vm_that_dies_is_said_on_the_pod(rig: &Rig) {
     let before = vms(&rig.daemons).len();
     let running = rig.run("dying").await;
     assert_eq!(vms(&rig.daemons).len(), before + 1);
+    let peerpod = rig.peerpod("dying", &running.id).await.unwrap().metadata.uid.unwrap();
     assert!(Sight::of(&rig.world, &[], &rig.daemons).unwrap().kill("peerpod-guest", "").unwrap() > 0);
-    let (text, _) = rig.event(&uid, "VMFailed").await;
-    assert!(text.contains("is gone") || text.contains("has ended"), "{text}");
+    for uid in [&uid, &peerpod] {
+        let (text, _) = rig.event(uid, "VMFailed").await;
+        assert!(text.contains("is gone") || text.contains("has ended"), "{text}");
+    }
     rig.show(&["get", "events", "-n", "shop", "--field-selector", "involvedObject.name=dying"]);
     rig.daemons.gone(&running.id, LIMIT).await.unwrap();
     rig.exactly(&[]).await;

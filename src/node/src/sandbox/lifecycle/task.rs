@@ -444,16 +444,18 @@ impl Task {
     }
 
     pub(crate) fn tell(&self, reason: &'static str, text: String) {
-        if let Some(pod) = &self.record.pod {
-            self.ports.kubernetes.tell(pod, PodEvent::warning(reason, text));
-        }
+        self.post(reason, text, false);
     }
 
     /// Posts a normal Event.
     pub(crate) fn progress(&self, reason: &'static str, text: String) {
+        self.post(reason, text, true);
+    }
+
+    fn post(&self, reason: &'static str, text: String, is_normal: bool) {
         if let Some(pod) = &self.record.pod {
-            let progress_of = Some(self.record.id.clone());
-            self.ports.kubernetes.tell(pod, PodEvent { reason, text, progress_of });
+            let of = Some(self.record.id.clone());
+            self.ports.kubernetes.tell(pod, PodEvent { reason, text, is_normal, of });
         }
     }
 

@@ -1176,7 +1176,7 @@ impl Kubernetes for Fake {
 
     fn tell(&self, pod: &PodRef, said: PodEvent) {
         let mut state = self.world.state();
-        let said_before = if said.progress_of.is_some() { &mut state.progress } else { &mut state.said };
+        let said_before = if said.is_normal { &mut state.progress } else { &mut state.said };
         said_before.push((pod.to_string(), said.reason, said.text));
     }
 
