@@ -5,7 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use aws_sdk_ec2::types::{
-    ArchitectureType, Filter, InstanceTypeInfo, LocationType, SupportedAdditionalProcessorFeature,
+    ArchitectureType, BootModeValues, Filter, ImageState, InstanceTypeInfo, LocationType,
+    SupportedAdditionalProcessorFeature,
 };
 use peerpod_provider_api::{Arch, Confidential, Error};
 use peerpod_provider_cloud::refusal::together;
@@ -158,8 +159,8 @@ async fn own_network() -> Result<(String, Vec<String>), Error> {
 }
 
 async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Error> {
-    match &config.image {
-        Image::OfTemplate => Ok(None),
+    let image = match &config.image {
+        Image::OfTemplate => return Ok(None),
         Image::Id(id) => {
             let image = by_id(ec2, id, "look at the image", until()).await?;
             if image.arch != config.arch {
@@ -169,10 +170,25 @@ async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Erro
                     image.arch, config.arch
                 )));
             }
-            Ok(Some(image))
+            image
         }
-        Image::Named { name, owners } => newest(ec2, name, owners, &config.arch).await.map(Some),
+        Image::Named { name, owners } => newest(ec2, name, owners, &config.arch).await?,
+    };
+    if config.confidential {
+        boots_with_sev_snp(&image)?;
     }
+    Ok(Some(image))
+}
+
+fn boots_with_sev_snp(image: &ImageFacts) -> Result<(), Error> {
+    if !image.boots_by_bios {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "look at the image {}: its boot mode is legacy-bios, and VMs with SEV-SNP boot by UEFI; upload the VM image with \
+         boot mode uefi, or set provider.aws.disable-cvm to true",
+        image.id
+    )))
 }
 
 /// Returns one AMI. Fails if there is no such AMI.
@@ -180,13 +196,28 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
     let what = format!("{what} {id}");
     let ask = ec2.client.describe_images().image_ids(id);
     let found = ec2.call("DescribeImages", id, &what, until, || ask.clone().send()).await?;
-    let image = found.images.unwrap_or_default().into_iter().find_map(facts_of);
-    image.ok_or_else(|| {
-        Error::invalid(format!(
+    let Some(image) = found.images.unwrap_or_default().into_iter().next() else {
+        return Err(Error::invalid(format!(
             "{what}: there is no such AMI in {}; share or copy it to this account and region",
             ec2.region
-        ))
-    })
+        )));
+    };
+    available(image, &what)
+}
+
+/// Returns the facts of an AMI that VMs can be made of.
+fn available(image: aws_sdk_ec2::types::Image, what: &str) -> Result<ImageFacts, Error> {
+    match &image.state {
+        Some(ImageState::Available) | None => {}
+        Some(ImageState::Pending) => {
+            return Err(Error::transient(format!("{what}: the AMI is still being made; wait")));
+        }
+        Some(state) => {
+            let state = state.as_str();
+            return Err(Error::invalid(format!("{what}: the AMI is {state}; upload the VM image again")));
+        }
+    }
+    facts_of(image).ok_or_else(|| Error::transient(format!("{what}: the answer has no id")))
 }
 
 /// Returns the newest AMI for this architecture with a name that matches the pattern. Fails if there is none.
@@ -223,6 +254,7 @@ fn facts_of(image: aws_sdk_ec2::types::Image) -> Option<ImageFacts> {
         id: image.image_id?,
         name: image.name.unwrap_or_default(),
         arch: image.architecture.map(|arch| arch.as_str().to_owned()).unwrap_or_default(),
+        boots_by_bios: image.boot_mode == Some(BootModeValues::LegacyBios),
         root_gib: root.and_then(|ebs| ebs.volume_size).and_then(|size| u32::try_from(size).ok()).unwrap_or(0),
         root_device: image.root_device_name.filter(|_| root.is_some()),
     })
@@ -305,6 +337,31 @@ async fn sold(ec2: &Ec2, config: &AwsConfig) -> Result<HashMap<String, HashSet<S
         next = page.next_token.filter(|token| !token.is_empty());
         if next.is_none() {
             return Ok(sold);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_that_cannot_boot_is_refused() {
+        let image = |state, mode| {
+            let image = aws_sdk_ec2::types::Image::builder().image_id("ami-1").state(state).boot_mode(mode);
+            available(image.build(), "look at the image ami-1")
+        };
+        let class = |state| image(state, BootModeValues::Uefi).err().map(|error| error.class());
+        assert_eq!(class(ImageState::Available), None);
+        assert_eq!(class(ImageState::Pending), Some("transient"));
+        assert_eq!(class(ImageState::Failed), Some("invalid"));
+        for (mode, boots) in [
+            (BootModeValues::Uefi, true),
+            (BootModeValues::UefiPreferred, true),
+            (BootModeValues::LegacyBios, false),
+        ] {
+            let image = image(ImageState::Available, mode).unwrap();
+            assert_eq!(boots_with_sev_snp(&image).is_ok(), boots, "{image:?}");
         }
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct ImageFacts {
     pub name: String,
     /// Architecture: `x86_64` or `arm64`.
     pub arch: String,
+    /// Whether its boot mode is `legacy-bios`.
+    pub boots_by_bios: bool,
     /// Device name of the root disk, like `/dev/xvda`.
     pub root_device: Option<String>,
     /// Minimum size of the root disk, in GiB.
@@ -250,6 +252,7 @@ pub(crate) mod tests {
                 id: "ami-1".into(),
                 name: "podvm".into(),
                 arch: "x86_64".into(),
+                boots_by_bios: false,
                 root_device: Some("/dev/xvda".into()),
                 root_gib: 15,
             },
