@@ -300,7 +300,7 @@ impl Parts {
         let trust = SharedTrust::new(Trust::open(&folder, SystemTime::now(), Validity::default(), guests)?);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;
-        let boot_id = boot_id.trim().to_owned();
+        let (boot_id, facts) = (boot_id.trim().to_owned(), Facts::default());
         let clock = NodeClock::open(&config.state_dir, &boot_id, SystemTime::now())?;
         ports::collect_garbage(&tunnel, &kept.records, kept.unread.iter().cloned(), &boot_id).await;
         let relay =
@@ -320,7 +320,7 @@ impl Parts {
         let ports = Ports {
             clock: Arc::new(clock),
             store: Arc::new(ledger),
-            cloud: Arc::new(ProviderCloud::new(provider.clone(), ready.clone())),
+            cloud: Arc::new(ProviderCloud::new(provider.clone(), ready.clone(), facts.clone())),
             storage: Arc::new(PodStorage { volumes, provider: provider.clone() }),
             network: Arc::new(NodeNetwork {
                 tunnel: tunnel.clone(),
@@ -346,7 +346,7 @@ impl Parts {
                 pull_secrets: config.secrets.clone().map(PullSecrets::new),
             }),
         };
-        Ok(Parts { ports, provider, tunnel, relay, trust, addresses, facts: Facts::default() })
+        Ok(Parts { ports, provider, tunnel, relay, trust, addresses, facts })
     }
 
     /// Starts the provider's preflight, the client of the relay, and the supply of its descriptors.

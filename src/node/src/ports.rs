@@ -33,6 +33,7 @@ use crate::cluster::show::About;
 use crate::cluster::{Cluster, Recorded, Shown};
 use crate::ledger::{self, Batch, Ledger, NetnsRef, Network, Record};
 use crate::localhost::Localhost;
+use crate::preflight::Facts;
 use crate::registries::Registries;
 use crate::relay_client::RelayClient;
 use crate::rotate::SharedTrust;
@@ -68,11 +69,12 @@ pub(crate) struct ProviderCloud {
     /// Choices that no sandbox has taken yet. A crash loses them: they are for people and metrics only.
     chosen: Mutex<HashMap<InstanceId, Chosen>>,
     ready: Ready,
+    facts: Facts,
 }
 
 impl ProviderCloud {
-    pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready) -> ProviderCloud {
-        ProviderCloud { provider, chosen: Mutex::default(), ready }
+    pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready, facts: Facts) -> ProviderCloud {
+        ProviderCloud { provider, chosen: Mutex::default(), ready, facts }
     }
 
     fn keep(&self, created: Created) -> InstanceId {
@@ -309,11 +311,12 @@ impl Cloud for ProviderCloud {
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
-        self.provider.place(request).await
+        self.provider.place(request).await.inspect_err(|error| self.facts.refused(error))
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
-        self.provider.create(request, key).await.map(|created| self.keep(created))
+        let made = self.provider.create(request, key).await.inspect_err(|error| self.facts.refused(error));
+        made.map(|created| self.keep(created))
     }
 
     fn chosen(&self, vm: &InstanceId) -> Option<Chosen> {
@@ -331,7 +334,8 @@ impl Cloud for ProviderCloud {
             let text = format!("provider {} no longer supports batches", self.provider.name());
             return Err(CloudError::unsupported("batch", text));
         };
-        let many = batch.create_many(request, count, key).await?;
+        let many = batch.create_many(request, count, key).await;
+        let many = many.inspect_err(|error| self.facts.refused(error))?;
         Ok(Made { vms: many.made.into_iter().map(|made| self.keep(made)).collect(), rest: many.rest })
     }
 

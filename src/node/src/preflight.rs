@@ -1,14 +1,16 @@
 //! Asks the provider whether the node may make all later calls. The node is not ready until it has answered: the
-//! readiness shows since when the provider is asked, and its last error.
+//! readiness shows since when the provider is asked, and its last error. The provider is asked again after a refusal that
+//! may hold for each pod; while it objects, the node is not ready.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
-use peerpod_base::admin::{BlockReady, Ready};
+use parking_lot::Mutex;
+use peerpod_base::admin::Ready;
 use peerpod_common::backoff::Backoff;
-use peerpod_provider_api::{Preflight, Provider};
-use tokio::sync::oneshot;
+use peerpod_provider_api::{Error, Preflight, Provider};
+use tokio::sync::{Notify, oneshot};
 use tokio::time::{sleep, timeout};
 use tracing::{debug, error, info, warn};
 
@@ -21,14 +23,27 @@ const FIRST_ANSWER: Duration = Duration::from_secs(5);
 /// Pauses between two tries.
 const AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(10));
 
-/// Facts of the preflight, once the provider has no objection. Clones share them.
+/// Pause between a refusal and the next preflight, so that many refusals cost one.
+const AFRESH: Duration = Duration::from_secs(30);
+/// Name of the provider's answer in the readiness.
+const PROVIDER: &str = "provider";
+
+/// Facts of the last preflight without an objection, and doubts about it. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Facts(Arc<OnceLock<Vec<String>>>);
+pub(crate) struct Facts(Arc<(Mutex<Vec<String>>, Notify)>);
 
 impl Facts {
     /// The facts so far.
     pub(crate) fn get(&self) -> Vec<String> {
-        self.0.get().cloned().unwrap_or_default()
+        self.0.0.lock().clone()
+    }
+
+    /// Records that the provider refused a VM. A refusal of credentials, rights or settings may hold for each pod, so the
+    /// preflight runs again. A quota does not count: it is free again when other VMs end.
+    pub(crate) fn refused(&self, error: &Error) {
+        if matches!(error, Error::Auth { .. } | Error::Invalid { .. }) {
+            self.0.1.notify_one();
+        }
     }
 }
 
@@ -40,17 +55,23 @@ pub(crate) async fn start(
     ready: &Ready,
     facts: &Facts,
 ) {
-    let (blocked, ready, facts) = (ready.block("provider"), ready.clone(), facts.clone());
+    let (ready, facts) = (ready.clone(), facts.clone());
+    let asking =
+        format!("asking provider {} since {:.0}; it has not answered yet", provider.name(), Timestamp::now());
+    ready.not_ready(PROVIDER, &asking);
     let (answered, first) = oneshot::channel();
     spawn(tasks, "preflight of the provider", async move {
-        let found = ask(provider.as_ref(), &addresses, blocked, answered).await;
-        if !found.warnings.is_empty() {
-            ready.warn("provider", &found.warnings.join("; "));
+        let mut answered = Some(answered);
+        loop {
+            let found = ask(provider.as_ref(), &addresses, &ready, answered.take()).await;
+            match found.warnings.as_slice() {
+                [] => ready.settled(PROVIDER),
+                warnings => ready.warn(PROVIDER, &warnings.join("; ")),
+            }
+            *facts.0.0.lock() = found.facts;
+            facts.0.1.notified().await;
+            sleep(AFRESH).await;
         }
-        // One preflight passes in the life of the process, so the facts are not there yet.
-        facts.0.set(found.facts).ok();
-        // The end of a task counts as a fault, and this one has completed.
-        std::future::pending().await
     });
     if timeout(FIRST_ANSWER, first).await.is_err() {
         warn!("the provider's preflight has not finished; starting without it");
@@ -61,12 +82,11 @@ pub(crate) async fn start(
 async fn ask(
     provider: &dyn Provider,
     addresses: &GuestAddresses,
-    blocked: BlockReady,
-    answered: oneshot::Sender<()>,
+    ready: &Ready,
+    mut answered: Option<oneshot::Sender<()>>,
 ) -> Preflight {
-    let (name, since, mut answered) = (provider.name(), Timestamp::now(), Some(answered));
+    let (name, since) = (provider.name(), Timestamp::now());
     let (mut pauses, mut last) = (AGAIN, String::new());
-    blocked.because(&format!("asking provider {name} since {since:.0}; it has not answered yet"));
     loop {
         let result = provider.preflight().await;
         let found = match result {
@@ -79,7 +99,7 @@ async fn ask(
                     error!(provider = name, error, "the provider's preflight failed; trying again");
                 }
                 addresses.provider_fails();
-                blocked.because(&format!("{error} (asked since {since:.0}, and again every 10 s)"));
+                ready.not_ready(PROVIDER, &format!("{error} (asked since {since:.0}, and again every 10 s)"));
                 last = error;
                 None
             }
@@ -92,6 +112,7 @@ async fn ask(
                 warn!(provider = name, warning, "provider");
             }
             addresses.provider_says(found.node_addresses.clone());
+            ready.ready(PROVIDER);
         }
         drop(answered.take());
         match found {
@@ -115,6 +136,8 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
+    use crate::ports::ProviderCloud;
+    use crate::sandbox::ports::Cloud;
 
     /// Provider with this answer to each preflight; `None`: no answer.
     struct Refusing(watch::Receiver<Option<Result<(), Error>>>);
@@ -132,8 +155,12 @@ mod tests {
             let found = Preflight { facts: vec!["account 1".to_owned()], ..Preflight::default() };
             answer.map(|()| Preflight { warnings: vec!["low".to_owned()], ..found })
         }
-        async fn create(&self, _: &CreateRequest, _: &IdempotencyKey) -> Result<Created, Error> {
-            Err(Error::transient("no VMs"))
+        async fn create(&self, request: &CreateRequest, _: &IdempotencyKey) -> Result<Created, Error> {
+            Err(match request.name.as_str() {
+                "auth" => Error::Auth { text: "the key was revoked".to_owned() },
+                "quota" => Error::Quota { text: "100 VMs".to_owned() },
+                _ => Error::transient("no VMs"),
+            })
         }
         async fn addresses(&self, _: &InstanceId) -> Result<Vec<IpAddr>, Error> {
             Ok(vec![])
@@ -172,6 +199,33 @@ mod tests {
             assert!(refused.elapsed() < Duration::from_secs(15), "{}", shown());
         }
         assert_eq!((&*ready.warnings()["provider"], facts.get()), ("low", vec!["account 1".to_owned()]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_provider_that_refuses_later_is_asked_again() {
+        let (answer, answers) = watch::channel(Some(Ok(())));
+        let (ready, mut tasks) = (Ready::default(), Tasks::new());
+        let (provider, facts) = (Arc::new(Refusing(answers)), Facts::default());
+        let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
+        start(&mut tasks, provider.clone(), addresses, &ready, &facts).await;
+        let cloud = ProviderCloud::new(provider, ready.clone(), facts);
+        let create = async |name: &str| {
+            let request = CreateRequest { name: name.to_owned(), ..CreateRequest::default() };
+            Cloud::create(&cloud, &request, &IdempotencyKey::derive("c", name, 1)).await.unwrap_err();
+            sleep(AFRESH * 2).await;
+            ready.waiting().remove(PROVIDER).unwrap_or_default()
+        };
+        assert_eq!(create("auth").await, "", "the preflight objects to nothing: one pod was refused");
+        answer.send_replace(Some(Err(Error::Auth { text: "the key was revoked".to_owned() })));
+        for name in ["transient", "quota"] {
+            assert_eq!(create(name).await, "", "{name}");
+        }
+        let shown = create("auth").await;
+        assert!(shown.starts_with("the key was revoked (asked since"), "{shown}");
+        answer.send_replace(Some(Ok(())));
+        while !ready.waiting().is_empty() {
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 
     #[tokio::test(start_paused = true)]

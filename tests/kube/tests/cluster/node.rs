@@ -344,7 +344,7 @@ async fn capacity_that_is_lost_comes_back(rig: &Rig) {
     rig.wait_capacity(Some("50")).await;
 }
 
-/// Kills the relay: capacity, condition and an Event follow, and return with the relay.
+/// Kills the relay, then the provider's program: capacity, condition and an Event follow, and return with them.
 async fn a_node_that_is_not_ready_withdraws_its_capacity(rig: &mut Rig) {
     let condition = async |rig: &Rig, status: &str| {
         let path = "jsonpath={.status.conditions[?(@.type=='PeerPodsReady')]}";
@@ -369,7 +369,17 @@ async fn a_node_that_is_not_ready_withdraws_its_capacity(rig: &mut Rig) {
     let away = condition(rig, "False").await;
     assert_eq!(away["reason"], "RelayAway", "{away}");
     assert!(away["message"].as_str().unwrap().contains("peerpod-relay is away"), "{away}");
+    // The provider goes before the relay returns: the node stays without capacity, for another cause.
+    rig.daemons.kill_cloud().unwrap();
     rig.daemons.start_relay().unwrap();
+    wait_for("the provider's cause", LIMIT, async || {
+        let reason = condition(rig, "False").await["reason"].clone();
+        let waiting = rig.readyz()["waiting"]["provider-connection"].clone();
+        Ok((reason == "ProviderRefuses" && waiting.is_string()).then_some(()))
+    })
+    .await
+    .unwrap();
+    rig.daemons.start_cloud().unwrap();
     rig.daemons.ready().await.unwrap();
     rig.wait_capacity(Some("50")).await;
     condition(rig, "True").await;
