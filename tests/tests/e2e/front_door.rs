@@ -9,7 +9,7 @@ use std::process::Command;
 use flate2::read::GzDecoder;
 use peerpod_client::ContainerSpec;
 use peerpod_test_reference::capture;
-use peerpod_tests::{PATIENCE, Sandbox};
+use peerpod_tests::{PATIENCE, Sandbox, sample};
 use peerpod_world::{Daemons, Settings, World, binary, eventually};
 use serde_json::Value;
 
@@ -59,6 +59,8 @@ async fn an_operator_sees_a_pod_and_its_vm_and_the_reasons_of_a_fault() {
         let line = CommandLine { world: &world, daemons: &daemons };
         shows(&line, &sandbox.id);
         logs_are_in_one_order(&line, &sandbox.id).await;
+        the_guests_figures_are_metrics(&line, &sandbox.id).await;
+        changes_are_watched(&line).await;
         sandbox_with_secrets(&line, &sandbox).await;
     }
     // A VM without a record.
@@ -109,6 +111,9 @@ fn shows(line: &CommandLine<'_>, id: &str) {
     assert!(list.starts_with("POD ") && list.contains(&format!("default/{id}")), "{list}");
     let vm = line.json(&["list", "-o", "json"])[0]["vm"].as_str().unwrap().to_owned();
     assert!(list.contains(&vm), "{list}");
+    let wide = line.ok(&["list", "-o", "wide"]);
+    assert!(wide.lines().next().unwrap().contains("SANDBOX") && !list.contains("SANDBOX"), "{wide}");
+    assert!(line.ok(&["list", "-o", "yaml"]).lines().any(|line| line.trim() == format!("sandbox: {id}")));
 
     let described = line.ok(&["describe", id]);
     for part in ["guest       connected from ", "netns ", "addresses ", "running", "end of the console", &vm]
@@ -155,6 +160,40 @@ async fn logs_are_in_one_order(line: &CommandLine<'_>, id: &str) {
     let times: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
     assert!(times.is_sorted() && times.len() > 10, "{text}");
     assert!(text.lines().all(|line| line.contains(id)), "{text}");
+}
+
+async fn the_guests_figures_are_metrics(line: &CommandLine<'_>, id: &str) {
+    let of = format!(r#"{{namespace="default",pod="{id}""#);
+    eventually("the guest's figures", PATIENCE, async || {
+        let metrics = line.daemons.metrics("node").ok()?;
+        let link = sample(&metrics, &format!("peerpod_node_vm_link_up{of}}}")).ok()?;
+        let total = format!(r#"peerpod_node_vm_memory_bytes{of},kind="total"}}"#);
+        (link == 1.0 && sample(&metrics, &total).ok()? > 0.0).then_some(())
+    })
+    .await
+    .unwrap();
+}
+
+/// Follows the list while a second pod comes and goes.
+async fn changes_are_watched(line: &CommandLine<'_>) {
+    let socket = line.daemons.run_dir().join("node-admin.sock");
+    let mut command = Command::new(binary("peerpod").unwrap());
+    let file = line.world.folder().join("watched");
+    command.args(["list", "-w", "--socket"]).arg(socket).stdout(fs::File::create(&file).unwrap());
+    let mut watch = line.world.node().run(move || command.spawn()).unwrap().unwrap();
+    let shows = async |text: &str| {
+        let read =
+            async || fs::read_to_string(&file).unwrap().lines().any(|line| line.contains(text)).then_some(());
+        eventually(text, PATIENCE, read).await.unwrap();
+    };
+    shows("running").await;
+    let second = Sandbox::start(line.world, line.daemons, "second").await.unwrap();
+    let pod = format!("default/{}", second.id);
+    shows(&pod).await;
+    second.stop(line.daemons).await.unwrap();
+    shows(&format!("{pod}  gone")).await;
+    watch.kill().unwrap();
+    watch.wait().unwrap();
 }
 
 /// Plants secrets everywhere on the node, and unpacks the archive.
