@@ -1,8 +1,8 @@
-//! Results of checks and tests, and the text of `peerpod check`. Pure.
+//! Results of checks and tests, and the text of `peerpod check`. Pure, but for the colours of a terminal.
 
 use serde::Serialize;
 
-use crate::output::safe;
+use crate::output::{Colour, paint, safe};
 
 /// Page of the documents that has the anchors of all items.
 pub(crate) const PAGE: &str = "docs/troubleshooting.md";
@@ -23,12 +23,12 @@ pub(crate) enum Verdict {
 
 impl Verdict {
     /// The sign in front of an item.
-    pub(crate) fn sign(self) -> char {
+    pub(crate) fn sign(self) -> String {
         match self {
-            Verdict::Ok => '✓',
-            Verdict::Warning => '!',
-            Verdict::Failed => '✗',
-            Verdict::Skipped => '-',
+            Verdict::Ok => paint(Colour::Green, "✓"),
+            Verdict::Warning => paint(Colour::Yellow, "!"),
+            Verdict::Failed => paint(Colour::Red, "✗"),
+            Verdict::Skipped => "-".to_owned(),
         }
     }
 }
@@ -156,7 +156,7 @@ impl Report {
         let mut text = String::new();
         for Item { name, verdict, cause, remedy, docs } in &self.items {
             let sign = verdict.sign();
-            text += &format!("{}\n", safe(&format!("{sign} {name}: {cause}")));
+            text += &format!("{sign} {}\n", safe(&format!("{name}: {cause}")));
             if !remedy.is_empty() {
                 text += &format!("    remedy: {}\n    see {docs}\n", safe(remedy));
             }

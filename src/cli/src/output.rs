@@ -1,6 +1,7 @@
 //! Forms of output that the subcommands share: a table, JSON or YAML, and colours for a terminal. Pure, but for the
 //! environment and standard output.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::io::{IsTerminal, Write};
 
@@ -109,10 +110,16 @@ pub(crate) enum Colour {
 
 /// Colours a text if standard output is a terminal and `NO_COLOR` is not set.
 pub(crate) fn paint(colour: Colour, text: &str) -> String {
-    let is_off = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    if is_off || !std::io::stdout().is_terminal() {
-        return text.to_owned();
-    }
+    let is_on = has_colours(std::env::var_os("NO_COLOR").as_deref(), std::io::stdout().is_terminal());
+    if is_on { painted(colour, text) } else { text.to_owned() }
+}
+
+/// Whether colours are shown, by the value of `NO_COLOR`, and whether standard output is a terminal.
+fn has_colours(no_color: Option<&OsStr>, is_terminal: bool) -> bool {
+    is_terminal && no_color.is_none_or(OsStr::is_empty)
+}
+
+fn painted(colour: Colour, text: &str) -> String {
     let code = match colour {
         Colour::Green => 32,
         Colour::Yellow => 33,
@@ -131,5 +138,13 @@ mod tests {
         table.row(["a/long-name".to_owned(), String::new()]);
         table.row(["ä".to_owned(), "\u{1b}[31mx".to_owned()]);
         assert_eq!(table.to_string(), "POD          PHASE\na/long-name  -\nä             [31mx\n");
+    }
+
+    #[test]
+    fn colours_are_for_a_terminal_without_no_color() {
+        let has = |no_color: Option<&str>, is_terminal| has_colours(no_color.map(OsStr::new), is_terminal);
+        assert_eq!([has(None, true), has(Some(""), true)], [true, true]);
+        assert_eq!([has(Some("1"), true), has(None, false)], [false, false]);
+        assert_eq!(painted(Colour::Red, "x"), "\u{1b}[31mx\u{1b}[0m");
     }
 }
