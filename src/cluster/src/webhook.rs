@@ -14,6 +14,7 @@ mod quantity;
 mod review;
 mod server;
 mod totals;
+mod warnings;
 
 pub(crate) use config::WebhookConfig;
 pub(crate) use server::build;

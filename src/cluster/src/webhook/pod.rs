@@ -1,4 +1,4 @@
-//! Reads those fields of a pod that [`super::mutate`] uses, with a limit on their number and size. All other fields are
+//! Reads those fields of a pod that [`super::mutate`] and [`super::warnings`] use, with a limit on their number and size. All other fields are
 //! skipped without memory of their own: a body from an unknown sender would otherwise cost a hundred times its size.
 
 use std::fmt;
@@ -9,6 +9,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::mutate::{ANNOTATIONS, SHARED};
+use super::warnings::PROFILES;
 
 /// Limit of the values that are kept. A container has about ten.
 const MOST_VALUES: usize = 8192;
@@ -29,7 +30,7 @@ pub(super) fn runtime_class(pod: &RawValue) -> Option<String> {
     serde_json::from_str::<Pod>(pod.get()).ok().map(|pod| pod.spec.runtime_class_name)
 }
 
-/// Returns the pod with the fields that `mutate` uses alone; a list keeps the number of its elements.
+/// Returns the pod with the fields that are used alone; a list keeps the number of its elements.
 pub(super) fn read(pod: &RawValue) -> Result<Value, serde_json::Error> {
     let mut left = Left { values: MOST_VALUES, text: MOST_TEXT };
     let mut json = serde_json::Deserializer::from_str(pod.get());
@@ -45,6 +46,10 @@ enum Part {
     Spec,
     Containers,
     Container,
+    Volumes,
+    Volume,
+    SecurityContext,
+    Profile,
     /// Everything below is kept.
     Whole,
 }
@@ -60,7 +65,15 @@ impl Part {
             (Part::Spec, "containers" | "initContainers") => Some(Part::Containers),
             (Part::Spec, "resources" | "runtimeClassName") => Some(Part::Whole),
             (Part::Spec, name) if SHARED.iter().any(|(key, _)| *key == name) => Some(Part::Whole),
-            (Part::Container, "name" | "resources" | "restartPolicy") | (Part::Whole, _) => Some(Part::Whole),
+            (Part::Spec, "volumes") => Some(Part::Volumes),
+            (Part::Spec | Part::Container, "securityContext") => Some(Part::SecurityContext),
+            (Part::SecurityContext, name) if PROFILES.iter().any(|(key, _)| *key == name) => {
+                Some(Part::Profile)
+            }
+            (Part::Container, "name" | "resources" | "restartPolicy")
+            | (Part::Volume, "hostPath")
+            | (Part::Profile, "type")
+            | (Part::Whole, _) => Some(Part::Whole),
             _ => None,
         }
     }
@@ -69,6 +82,7 @@ impl Part {
     fn element(self) -> Option<Part> {
         match self {
             Part::Containers => Some(Part::Container),
+            Part::Volumes => Some(Part::Volume),
             Part::Whole => Some(Part::Whole),
             _ => None,
         }
@@ -85,7 +99,7 @@ impl Left {
     fn take<E: Error>(&mut self, values: usize, text: usize) -> Result<(), E> {
         let values = self.values.checked_sub(values).ok_or_else(|| {
             E::custom(format!(
-                "remove containers: they have more than {MOST_VALUES} names, requests, limits and other values"
+                "remove containers or volumes: they have more than {MOST_VALUES} names, requests, limits and other values"
             ))
         })?;
         let text = self.text.checked_sub(text).ok_or_else(|| {

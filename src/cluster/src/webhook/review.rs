@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use super::metrics::Outcome;
 use super::mutate::{Profile, mutate};
 use super::pod;
+use super::warnings::warnings;
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 /// Longest uid of a request in bytes. The API server's have 36.
@@ -70,15 +71,21 @@ pub(super) fn answer(
         && request.kind.group.is_empty()
         && request.kind.kind == "Pod"
         && !excluded.iter().any(|namespace| *namespace == request.namespace);
-    let patch = patch(request.object.filter(|_| ours), profile);
-    let (response, outcome) = match patch {
-        Ok(patch) if patch.0.is_empty() => (json!({"uid": request.uid, "allowed": true}), Outcome::Unchanged),
-        Ok(patch) => {
-            let bytes = serde_json::to_vec(&patch).map_err(|why| format!("write the patch: {why}"))?;
-            let patch = BASE64_STANDARD.encode(bytes);
-            let response =
-                json!({"uid": request.uid, "allowed": true, "patchType": "JSONPatch", "patch": patch});
-            (response, Outcome::Changed)
+    let evaluated = evaluate(request.object.filter(|_| ours), profile);
+    let (response, outcome) = match evaluated {
+        Ok((patch, warnings)) => {
+            let mut response = json!({"uid": request.uid, "allowed": true});
+            if !warnings.is_empty() {
+                response["warnings"] = json!(warnings);
+            }
+            if patch.0.is_empty() {
+                (response, Outcome::Unchanged)
+            } else {
+                let bytes = serde_json::to_vec(&patch).map_err(|why| format!("write the patch: {why}"))?;
+                response["patchType"] = json!("JSONPatch");
+                response["patch"] = json!(BASE64_STANDARD.encode(bytes));
+                (response, Outcome::Changed)
+            }
         }
         Err(why) => {
             let status = json!({"code": 422, "reason": "Invalid", "message": format!("peer pod: {why}")});
@@ -89,10 +96,12 @@ pub(super) fn answer(
     Ok((review.to_string(), outcome))
 }
 
-fn patch(pod: Option<&RawValue>, profile: &Profile) -> anyhow::Result<Patch> {
+/// Returns the patch of a peer pod and the warnings about it; of another pod both are empty.
+fn evaluate(pod: Option<&RawValue>, profile: &Profile) -> anyhow::Result<(Patch, Vec<&'static str>)> {
     let peer_pod = |pod: &&RawValue| pod::runtime_class(pod).is_some_and(|class| profile.has(&class));
-    let Some(pod) = pod.filter(peer_pod) else { return Ok(Patch(Vec::new())) };
-    mutate(&pod::read(pod)?, profile)
+    let Some(pod) = pod.filter(peer_pod) else { return Ok((Patch(Vec::new()), Vec::new())) };
+    let pod = pod::read(pod)?;
+    Ok((mutate(&pod, profile)?, warnings(&pod)))
 }
 
 #[cfg(test)]
@@ -149,6 +158,22 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_pod_with_a_path_of_the_node_gets_a_warning_and_another_pod_none() {
+        let mut review = review("2");
+        assert_eq!(ask(&review).unwrap().0["response"]["warnings"], Value::Null);
+        review["request"]["object"]["spec"]["volumes"] = json!([{"name": "v", "hostPath": {"path": "/etc"}}]);
+        let (answer, outcome) = ask(&review).unwrap();
+        assert_eq!(outcome, Outcome::Changed);
+        let warnings = answer["response"]["warnings"].as_array().unwrap();
+        assert!(
+            warnings.len() == 1 && warnings[0].as_str().unwrap().starts_with("hostPath: "),
+            "{warnings:?}"
+        );
+        review["request"]["object"]["spec"]["runtimeClassName"] = json!("runc");
+        assert_eq!(ask(&review).unwrap().0["response"], json!({"uid": "u-1", "allowed": true}));
+    }
+
+    #[test]
     fn a_wrong_pod_is_refused_with_the_reason() {
         let (answer, outcome) = ask(&review("-2")).unwrap();
         assert_eq!(outcome, Outcome::Refused);
@@ -169,7 +194,10 @@ mod tests {
         let (answer, outcome) = ask(&large).unwrap();
         assert_eq!(outcome, Outcome::Refused);
         let message = answer["response"]["status"]["message"].as_str().unwrap();
-        assert!(message.starts_with("peer pod: remove containers: they have more than 8192"), "{message}");
+        assert!(
+            message.starts_with("peer pod: remove containers or volumes: they have more than 8192"),
+            "{message}"
+        );
         large["request"]["object"]["spec"]["runtimeClassName"] = json!("runc");
         assert_eq!(ask(&large).unwrap().1, Outcome::Unchanged);
         large["request"]["object"] = Value::Null;

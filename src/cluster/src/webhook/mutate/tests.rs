@@ -364,7 +364,7 @@ pub(in crate::webhook) fn any_json() -> impl Strategy<Value = Value> {
         any::<i64>().prop_map(Value::from),
         "[a-z0-9.]{0,6}(m|Gi|)".prop_map(Value::from)
     ];
-    let key = "resources|requests|limits|cpu|memory|name|containers|initContainers|restartPolicy|spec|metadata|annotations";
+    let key = "resources|requests|limits|cpu|memory|name|containers|initContainers|restartPolicy|spec|metadata|annotations|volumes|hostPath|securityContext|seccompProfile|type";
     leaf.prop_recursive(6, 48, 6, move |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),

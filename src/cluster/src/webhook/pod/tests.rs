@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::super::mutate::{Profile, Totals, any_json, mutate};
+use super::super::warnings::warnings;
 use super::*;
 
 fn raw(pod: &Value) -> Box<RawValue> {
@@ -24,7 +25,8 @@ fn unused_fields_are_skipped_and_lists_keep_their_length() {
         "metadata": {"name": "p", "labels": {"a": "b"}, "annotations": {
             "example.org/a": "b", "kubernetes.io/limit-ranger": "x",
         }},
-        "spec": {"runtimeClassName": "kata-remote", "hostPID": false, "volumes": [{"name": "v"}], "containers": [
+        "spec": {"runtimeClassName": "kata-remote", "hostPID": false, "volumes": [{"name": "v", "hostPath": {}}, {"name": "w"}],
+            "securityContext": {"runAsUser": 1, "seccompProfile": {"type": "Localhost", "localhostProfile": "f"}}, "containers": [
             {"name": "a", "image": "x", "env": [{"name": "A"}], "resources": {"limits": {"cpu": 1}, "claims": [{"name": "g"}]}},
             {"image": "y"},
         ]},
@@ -34,7 +36,8 @@ fn unused_fields_are_skipped_and_lists_keep_their_length() {
         read(&raw(&pod)).unwrap(),
         json!({
             "metadata": {"annotations": {"kubernetes.io/limit-ranger": "x"}},
-            "spec": {"runtimeClassName": "kata-remote", "hostPID": false, "containers": [
+            "spec": {"runtimeClassName": "kata-remote", "hostPID": false, "volumes": [{"hostPath": {}}, {}],
+                "securityContext": {"seccompProfile": {"type": "Localhost"}}, "containers": [
                 {"name": "a", "resources": {"limits": {"cpu": 1}, "claims": [{"name": "g"}]}},
                 {},
             ]},
@@ -58,12 +61,13 @@ fn a_pod_with_too_many_values_or_too_much_text_is_refused_while_it_is_read() {
 }
 
 proptest! {
-    /// The unused fields have no influence on the patch.
+    /// The unused fields have no influence on patch and warnings.
     #[test]
-    fn the_patch_is_that_of_the_whole_pod(mut pod in any_json()) {
+    fn patch_and_warnings_are_those_of_the_whole_pod(mut pod in any_json()) {
         if let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) {
             spec.insert("runtimeClassName".to_owned(), json!("kata-remote"));
         }
+        prop_assert_eq!(warnings(&read(&raw(&pod)).unwrap()), warnings(&pod));
         for totals in [Totals::Sum, Totals::Effective] {
             let patch = |pod: &Value| mutate(pod, &profile(totals)).map_err(|why| why.to_string());
             let kept = read(&raw(&pod)).unwrap();
