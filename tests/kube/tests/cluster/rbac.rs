@@ -163,7 +163,6 @@ async fn volumes(cluster: &Cluster) {
         &["get", "pods", "-n", "shop"],
         &["get", "pv"],
         &["get", "csinodes"],
-        &["get", "leases", "-n", "shop"],
         &["get", "secret", "-n", "shop", "pull"],
         &["annotate", "peerpodvolume", "-n", "shop", "theirs", "a=b"],
     ] {
@@ -172,7 +171,7 @@ async fn volumes(cluster: &Cluster) {
     for words in [
         &["get", "secrets", "-n", "shop"][..],
         &["get", "secret", "-n", OWN, "peerpod-webhook-ca"],
-        &["get", "leases", "-n", OWN],
+        &["get", "leases", "-n", "shop"],
         &["get", "nodes"],
     ] {
         refused(cluster, &controller, words, "forbidden");
