@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
 use crate::audit;
+use crate::cases::PAUSE;
 use crate::clock::Clock;
 use crate::dns;
 use crate::images_common::{Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, digest};
@@ -137,7 +138,7 @@ impl Node {
         let of_busybox = Image::of(&busybox);
         let configured = Image::configured(&busybox, |config| {
             *config = json!({
-                "Entrypoint": ["/bin/sh", "-c", "echo $KEY $PWD $(id -u) $0"],
+                "Entrypoint": ["/bin/sh", "-c", format!("{PAUSE}; echo $KEY $PWD $(id -u) $0")],
                 "Env": ["PATH=/bin", "KEY=value"], "WorkingDir": "/tmp", "User": "user",
             });
         });
@@ -207,6 +208,11 @@ impl Node {
     /// Puts an image into the node's registry.
     pub(crate) fn store_image(&self, name: &str, layers: &[Layer]) {
         self.registry.add(name, &Image::of(layers));
+    }
+
+    /// Returns the log of the node's registry, with a line for each request.
+    pub(crate) fn registry_log(&self) -> String {
+        self.registry.log()
     }
 
     /// Lets containerd pull from a registry without TLS at this port of the node.
@@ -282,8 +288,8 @@ impl Node {
         self.runtime.block_on(daemons.ready())
     }
 
-    /// Returns whether the node daemon knows the API server: the chart's does.
-    pub(crate) fn posts_events(&self) -> bool {
+    /// Returns whether the daemons are the chart's: they know the API server, and their VMs are emulated.
+    pub(crate) fn has_chart(&self) -> bool {
         self.daemons.is_none()
     }
 

@@ -64,7 +64,7 @@ pub(crate) fn block(case: &Case<'_>) -> anyhow::Result<()> {
             pod,
             &format!(
                 "restartPolicy: Never, volumes: [{{name: d, persistentVolumeClaim: {{claimName: data}}}}],
-                 containers: [{{name: c, image: IMAGE, command: [sh, -c, '{script}'],
+                 containers: [{{name: c, image: IMAGE, command: [sh, -c, 'PAUSE; {script}'],
                    volumeDevices: [{{name: d, devicePath: /dev/disk}}]}}]"
             ),
         )?;

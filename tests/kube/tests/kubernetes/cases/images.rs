@@ -81,7 +81,7 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
     case.node.store_image("slow:1", &[busybox(), large]);
     case.node.trust(SLOW)?;
     // Emulated VMs have kubelet's default, which is minutes, and the first pod alone.
-    let (pods, longest) = match case.node.posts_events() {
+    let (pods, longest) = match case.node.has_chart() {
         true => (&PODS[..1], SHIM * 3),
         false => (&PODS[..], case.node.request_timeout),
     };
@@ -121,7 +121,7 @@ pub(crate) fn slow_registry(case: &Case<'_>) -> anyhow::Result<()> {
 
 /// Waits for the progress in normal Events of the pods, or in the relay's log.
 fn progress_is_visible(case: &Case<'_>, image: &str, pods: &[&str]) -> anyhow::Result<()> {
-    if !case.node.posts_events() {
+    if !case.node.has_chart() {
         let parts = [case.namespace, image, "MiB are in the VM after"];
         return case.until("the relay's log shows the progress", || {
             let log = case.node.log("relay")?;

@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use peerpod_world::eventually_blocking;
+use serde_json::json;
 
 use super::{Case, SLEEP};
 
+/// Time limit of a change in the pod: 10 s, and up to 7.5 s until kubelet looks again (`syncFrequency` 5 s).
+const CHANGE: Duration = Duration::from_millis(17_500);
 /// Time limit of the renewal of a token that lives for ten minutes.
 const RENEWAL: Duration = Duration::from_secs(700);
 
@@ -25,7 +28,7 @@ pub(crate) fn live_update(case: &Case<'_>) -> anyhow::Result<()> {
     case.ready("p")?;
     case.kubectl(&["patch", "configmap", "m", "-p", r#"{"data":{"a":"2","b":"2"}}"#])?;
     case.kubectl(&["patch", "secret", "s", "-p", r#"{"stringData":{"k":"2"}}"#])?;
-    case.until("both are new", || {
+    case.within(CHANGE, "both are new", || {
         let seen = case.exec("p", &["sh", "-c", "cat /m/a /m/b /s/k"])?;
         Ok((seen == "222").then_some(()))
     })
@@ -38,16 +41,31 @@ pub(crate) fn atomic_update(case: &Case<'_>) -> anyhow::Result<()> {
         case.kubectl(&[&["create", "configmap", "m", "--dry-run=client", "-o", "json"], &words[..]].concat())
     };
     case.apply(&set("1")?)?;
-    // A reader enters the folder of one version, and counts the values in it.
+    // A reader reads all files of the version that counts. Those of a version that was replaced meanwhile may be gone.
+    let script = "while :; do
+        version=$(readlink /m/..data) || { echo no version; exit 1; }
+        values=$(cd /m/$version && cat k* 2>/dev/null)
+        case $values in
+            11111111111111111111) continue;;
+            22222222222222222222) exit 0;;
+        esac
+        [ \"$(readlink /m/..data)\" != $version ] || { echo \"$version has $values\"; exit 1; }
+    done";
+    let command = json!(["sh", "-c", script]);
     case.pod(
         "p",
-        "restartPolicy: Never, volumes: [{name: m, configMap: {name: m}}],
-         containers: [{name: c, image: IMAGE, volumeMounts: [{name: m, mountPath: /m}], command: [sh, -c,
-           'while cd -P /m/..data; do n=$(cat k* | fold -w 1 | sort -u); case $n in 1|\"\") ;; 2) exit 0;; *) exit 1;; esac; done']}]",
+        &format!(
+            "restartPolicy: Never, volumes: [{{name: m, configMap: {{name: m}}}}],
+             containers: [{{name: c, image: IMAGE, volumeMounts: [{{name: m, mountPath: /m}}], command: {command}}}]"
+        ),
     )?;
     case.ready("p")?;
     case.apply(&set("2")?)?;
-    case.phase("p", "Succeeded")
+    case.until("the reader ends", || {
+        let status = case.get("pod/p")?["status"].clone();
+        ensure!(status["phase"] != "Failed", "{}", case.kubectl(&["logs", "p"])?);
+        Ok((status["phase"] == "Succeeded").then_some(()))
+    })
 }
 
 pub(crate) fn changed_labels(case: &Case<'_>) -> anyhow::Result<()> {
@@ -60,7 +78,7 @@ pub(crate) fn changed_labels(case: &Case<'_>) -> anyhow::Result<()> {
     )?;
     case.ready("p")?;
     case.kubectl(&["label", "pod", "p", "colour=green"])?;
-    case.until("the label is in the pod", || {
+    case.within(CHANGE, "the label is in the pod", || {
         Ok(case.exec("p", &["cat", "/d/labels"])?.contains("colour=\"green\"").then_some(()))
     })
 }
@@ -99,7 +117,7 @@ pub(crate) fn missing(case: &Case<'_>) -> anyhow::Result<()> {
 
 pub(crate) fn missing_variable(case: &Case<'_>) -> anyhow::Result<()> {
     case.pod("p", "containers: [{name: c, image: IMAGE, envFrom: [{secretRef: {name: absent}}], command: [sleep, '9']}]")?;
-    case.waiting("p", "CreateContainerConfigError", "absent")
+    case.waiting("p", &["CreateContainerConfigError"], "absent")
 }
 
 pub(crate) fn binary_data(case: &Case<'_>) -> anyhow::Result<()> {
@@ -125,7 +143,7 @@ pub(crate) fn empty_dir(case: &Case<'_>) -> anyhow::Result<()> {
     case.pod(
         "p",
         "restartPolicy: OnFailure, volumes: [{name: v, emptyDir: {sizeLimit: 100Mi}}], containers: [{name: c, image: IMAGE,
-           volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'cat /v/f && exit 0; echo kept >/v/f; exit 1']}]",
+           volumeMounts: [{name: v, mountPath: /v}], command: [sh, -c, 'PAUSE; cat /v/f && exit 0; echo kept >/v/f; exit 1']}]",
     )?;
     case.phase("p", "Succeeded")?;
     let log = case.kubectl(&["logs", "p"])?;
