@@ -35,6 +35,18 @@ pub fn report(key: &str, value: f64) -> anyhow::Result<()> {
     Ok(fs::write(&path, serde_json::to_vec_pretty(&all)?)?)
 }
 
+/// Removes the figures whose names begin like this from the JSON file that `PEERPOD_TEST_BENCH` names.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn forget(prefixes: &[&str]) -> anyhow::Result<()> {
+    let Some(path) = env::var_os("PEERPOD_TEST_BENCH") else { return Ok(()) };
+    let before = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let Some(mut all): Option<BTreeMap<String, f64>> = before else { return Ok(()) };
+    all.retain(|key, _| !prefixes.iter().any(|prefix| key.starts_with(prefix)));
+    Ok(fs::write(&path, serde_json::to_vec_pretty(&all)?)?)
+}
+
 /// Waits until `inspect` returns a value.
 ///
 /// # Errors

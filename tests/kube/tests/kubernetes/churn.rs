@@ -1,7 +1,6 @@
 //! Many pods that come and go: all run, nothing is left, and the daemons do not grow.
 
 use std::collections::BTreeMap;
-use std::env;
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
@@ -26,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Makes and deletes the pods. Returns the numbers of those that ran and were deleted, and of the others.
 pub(crate) fn run(node: &Node) -> anyhow::Result<(usize, usize)> {
-    let count = PODS[usize::from(env::var_os("PEERPOD_TEST_LONG").is_some())];
+    let count = PODS[usize::from(crate::is_long())];
     let sizes = Mutex::new(Vec::new());
     let before = Listing::before(node)?;
     let case = Case::new(node, "churn")?;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use k8s_openapi::jiff::Timestamp;
 use nix::mount::{MsFlags, mount};
-use peerpod_world::World;
+use peerpod_world::{World, slowness};
 use serde_json::{Value, json};
 
 use crate::cases::network::{Forward, nft};
@@ -28,6 +28,10 @@ use crate::node::Node;
 const PODS: [&str; 5] = ["exec", "logs", "web", "writer", "idle"];
 /// Kubernetes namespace of the pods.
 const NAMESPACE: &str = "faults";
+/// Time limit until all pods are as before, from the end of the fault.
+const BACK: Duration = Duration::from_secs(60);
+/// Limit of the time between two lines of a stream that must not notice a fault.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Prints numbers.
 const COUNTS: &str = "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done";
 
@@ -47,28 +51,28 @@ pub(crate) enum Outcome {
 
 type Fault = fn(&mut Node) -> anyhow::Result<()>;
 
-const FAULTS: [(&str, Outcome, Fault); 15] = [
+const FAULTS: [(&str, Outcome, Fault); 14] = [
     ("node", Outcome::Unnoticed, |node| node.restart_daemon("node")),
     ("the guest program of each VM", Outcome::AnswersLost, |_| kill("peerpod-guest serve", None)),
     ("kubelet", Outcome::StreamsEnd, |node| node.restart("kubelet")),
     ("containerd", Outcome::StreamsEnd, |node| node.restart("containerd")),
     ("API server", Outcome::StreamsEnd, |node| node.restart_api_server()),
-    ("API server, for five minutes (long runs only)", Outcome::StreamsEnd, |node| {
-        if std::env::var_os("PEERPOD_TEST_LONG").is_none() {
-            return Ok(());
-        }
-        node.without_api_server(Duration::from_secs(300))
-    }),
     ("etcd", Outcome::Unnoticed, |node| node.restart_etcd()),
     ("the image registry, for a while", Outcome::Unnoticed, registry_away),
-    ("the space of the state's disk, for a while", Outcome::Unnoticed, disk_full),
+    ("the space of the state's disk, until an event says so", Outcome::Unnoticed, disk_full),
     ("the right time of relay and node: one day forth and back", Outcome::Unnoticed, other_time),
     ("one shim", Outcome::Restarted, |_| kill("kata/shim", Some("-o"))),
     ("Kata's agent of one VM", Outcome::Restarted, |_| kill("kata-agent --config", Some("-o"))),
     ("one VM", Outcome::Restarted, |_| kill("/opt/peerpod/peerpod-guest", Some("-o"))),
     ("relay", Outcome::Restarted, |node| node.restart_daemon("relay")),
-    ("the node, which starts again", Outcome::Restarted, |node| node.reboot()),
+    ("the node but its control plane, as by a reboot", Outcome::Restarted, |node| node.reboot()),
 ];
+
+/// Faults of many minutes, for long runs.
+const LONG_FAULTS: &[(&str, Outcome, Fault)] =
+    &[("API server, for five minutes", Outcome::StreamsEnd, |node| {
+        node.without_api_server(Duration::from_secs(300))
+    })];
 
 /// Gives the daemons' state a disk of its own, which a fault fills.
 pub(crate) fn mount_state(world: &World) -> anyhow::Result<()> {
@@ -109,9 +113,15 @@ pub(crate) fn run(node: &mut Node) -> anyhow::Result<(usize, usize)> {
     let before = Listing::before(node)?;
     make_pods(&Case::new(node, NAMESPACE)?)?;
     let (mut passed, mut failed) = (0, 0);
-    for (name, outcome, fault) in FAULTS {
+    let long = if crate::is_long() { LONG_FAULTS } else { &[] };
+    if long.is_empty() {
+        for (name, ..) in LONG_FAULTS {
+            println!("left out         gone: {name} (PEERPOD_TEST_LONG is not set)");
+        }
+    }
+    for (name, outcome, fault) in FAULTS.iter().chain(long) {
         let began = Instant::now();
-        match one(node, outcome, fault) {
+        match one(node, *outcome, *fault) {
             Ok(seen) => {
                 passed += 1;
                 println!("ok     {:6.1} s  gone: {name}: {seen}", began.elapsed().as_secs_f64());
@@ -213,6 +223,12 @@ fn kill(pattern: &str, which: Option<&str>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the number of the local provider's VMs: the first process of each is a guest program.
+fn guests() -> anyhow::Result<usize> {
+    let found = Command::new("pgrep").args(["-c", "-f", "^/opt/peerpod/peerpod-guest"]).output()?;
+    Ok(String::from_utf8(found.stdout)?.trim().parse()?)
+}
+
 /// Returns the restarts of each pod's container.
 fn restarts(case: &Case<'_>) -> anyhow::Result<BTreeMap<String, Value>> {
     let pods = case.get("pod/")?;
@@ -227,7 +243,7 @@ fn restarts(case: &Case<'_>) -> anyhow::Result<BTreeMap<String, Value>> {
 fn one(node: &mut Node, outcome: Outcome, fault: Fault) -> anyhow::Result<String> {
     let load = Load::start(&Case::of(node, NAMESPACE))?;
     fault(node)?;
-    load.end(&Case::of(node, NAMESPACE), outcome)
+    load.end(&Case::of(node, NAMESPACE), outcome, guests)
 }
 
 /// Users of the pods while a fault happens.
@@ -252,24 +268,29 @@ impl Load {
         Ok(Load { before, streams })
     }
 
-    /// Checks the outcome of a fault, and returns what the users saw.
-    pub(crate) fn end(self, case: &Case<'_>, outcome: Outcome) -> anyhow::Result<String> {
+    /// Checks the outcome of a fault, and returns what the users saw. `machines` returns the number of the pods' VMs
+    /// without the node's ledger.
+    pub(crate) fn end(
+        self,
+        case: &Case<'_>,
+        outcome: Outcome,
+        machines: impl Fn() -> anyhow::Result<usize>,
+    ) -> anyhow::Result<String> {
         let began = Instant::now();
         let Load { before, streams } = self;
-        if outcome == Outcome::Restarted {
-            case.until("a container was restarted", || {
-                Ok(restarts(case).ok().filter(|after| *after != before).map(drop))
-            })?;
-        }
-        case.until("all pods are ready and can be entered", || {
+        case.within(BACK, "all pods are ready and can be entered, after a restart if one must be", || {
+            if outcome == Outcome::Restarted && restarts(case).is_ok_and(|after| after == before) {
+                return Ok(None);
+            }
             let is_ready =
                 |name: &&str| case.exec(name, &["true"]).is_ok() && case.is_ready(name).unwrap_or(false);
             Ok(PODS.iter().all(is_ready).then_some(()))
         })?;
         let took = began.elapsed().as_secs_f64();
         if matches!(outcome, Outcome::Unnoticed | Outcome::AnswersLost) {
-            // A forwarded port may end with the program that carries it.
-            for stream in &streams[..2] {
+            // A forwarded port may end with the guest program.
+            let going_on = if outcome == Outcome::Unnoticed { &streams[..] } else { &streams[..2] };
+            for stream in going_on {
                 let seen = stream.count();
                 ensure!(!stream.reader.is_finished(), "the {} has ended", stream.name);
                 case.until(&format!("more lines of the {}", stream.name), || {
@@ -279,6 +300,12 @@ impl Load {
         }
         let (mut seen, mut missing) = (String::new(), 0);
         for stream in streams {
+            let pause = Duration::from_millis(stream.pause.load(Relaxed).into());
+            ensure!(
+                outcome != Outcome::Unnoticed || pause < LONGEST_PAUSE.mul_f64(slowness()),
+                "no line of the {} for {pause:?}",
+                stream.name
+            );
             let (text, count) = stream.close()?;
             seen += &text;
             missing += count;
@@ -292,7 +319,9 @@ impl Load {
         if outcome != Outcome::Restarted {
             ensure!(after == before, "restarts {before:?} -> {after:?}");
         }
-        case.until("as many VMs as pods", || Ok((case.vms()? == PODS.len()).then_some(())))?;
+        case.until("as many VMs as pods", || {
+            Ok(([case.vms()?, machines()?] == [PODS.len(); 2]).then_some(()))
+        })?;
         let ended = after.iter().filter(|(name, count)| before.get(*name) != Some(count)).count();
         Ok(match outcome {
             Outcome::Unnoticed | Outcome::AnswersLost => format!("{seen}; nothing restarted"),
@@ -309,6 +338,8 @@ struct Stream {
     name: &'static str,
     source: Source,
     count: Arc<AtomicU32>,
+    /// Longest time between two lines in milliseconds.
+    pause: Arc<AtomicU32>,
     /// Returns the number of missing lines.
     reader: JoinHandle<anyhow::Result<u32>>,
 }
@@ -340,11 +371,11 @@ impl Stream {
         source: Source,
         lines: impl Read + Send + 'static,
     ) -> anyhow::Result<Stream> {
-        let count = Arc::new(AtomicU32::new(0));
-        let counted = count.clone();
+        let [count, pause] = [(); 2].map(|()| Arc::new(AtomicU32::new(0)));
+        let (counted, paused) = (count.clone(), pause.clone());
         let reader = thread::spawn(move || {
             let (mut lines, mut line) = (BufReader::new(lines), String::new());
-            let (mut last, mut missing) = (None, 0);
+            let (mut last, mut missing, mut read) = (None, 0, None::<Instant>);
             // A last line may be cut.
             while lines.read_line(&mut line).is_ok() && line.ends_with('\n') {
                 let number: u32 =
@@ -354,12 +385,16 @@ impl Stream {
                     missing += number - last - 1;
                 }
                 last = Some(number);
+                if let Some(before) = read.replace(Instant::now()) {
+                    let pause = before.elapsed().as_millis().try_into().unwrap_or(u32::MAX);
+                    paused.fetch_max(pause, Relaxed);
+                }
                 counted.fetch_add(1, Relaxed);
                 line.clear();
             }
             Ok(missing)
         });
-        let stream = Stream { name, source, count, reader };
+        let stream = Stream { name, source, count, pause, reader };
         case.until(&format!("the first line of the {name}"), || Ok((stream.count() > 0).then_some(())))?;
         Ok(stream)
     }
@@ -371,6 +406,7 @@ impl Stream {
     /// Ends the stream. Returns its description and the number of missing lines.
     fn close(self) -> anyhow::Result<(String, u32)> {
         let (name, lines) = (self.name, self.count());
+        let pause = f64::from(self.pause.load(Relaxed)) / 1e3;
         let state = if self.reader.is_finished() { "until the fault" } else { "on and on" };
         let mut child = match self.source {
             Source::Kubectl(child) => child,
@@ -380,6 +416,6 @@ impl Stream {
         child.wait()?;
         let read = self.reader.join().map_err(|_| anyhow::anyhow!("panic"))?;
         let missing = read.with_context(|| format!("the {name}"))?;
-        Ok((format!("{name} {lines} lines {state}, "), missing))
+        Ok((format!("{name} {lines} lines {state}, longest pause {pause:.1} s, "), missing))
     }
 }

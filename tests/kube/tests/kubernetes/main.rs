@@ -27,19 +27,24 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use peerpod_test_kube::report;
-use peerpod_world::World;
+use anyhow::{Context, ensure};
+use peerpod_test_kube::{forget, report};
+use peerpod_world::{World, slowness};
 
 use self::cases::{CASES, Case, LONG_CASES, OF_SLICE, Run};
 use self::node::{Layout, Node};
 
-/// Set in the process that runs in the node's namespaces, to one of [`PARTS`].
+/// Set in the process that runs in the node's namespaces, to the name of one of [`PARTS`].
 const INSIDE: &str = "PEERPOD_TEST_NODE";
-/// The parts of the test, each with a node of its own.
-const PARTS: [&str; 4] = ["cases", CHURN, FAULTS, CHART];
+/// The parts of the test, each with a node of its own, and how the names of their figures begin.
+const PARTS: [(&str, &[&str]); 4] = [
+    ("cases", &["kubernetes_cases_"]),
+    (CHURN, &["churn_", "apply_to_running_local_"]),
+    (FAULTS, &["kubernetes_faults_"]),
+    (CHART, &["chart_", "apply_to_running_libvirt_"]),
+];
 const CHURN: &str = "churn";
 const FAULTS: &str = "faults";
 const CHART: &str = "chart";
@@ -47,6 +52,13 @@ const CHART: &str = "chart";
 const SLICE: &str = "slice";
 /// Cases that run at once.
 const AT_ONCE: usize = 8;
+/// Time limit of the node's start on a machine that is not busy.
+const NODE_READY: Duration = Duration::from_secs(40);
+
+/// Whether the long forms are wanted.
+fn is_long() -> bool {
+    env::var_os("PEERPOD_TEST_LONG").is_some()
+}
 
 fn main() -> ExitCode {
     // The local provider starts this program as the VM's agent.
@@ -67,13 +79,19 @@ fn main() -> ExitCode {
         let us = env::current_exe().unwrap();
         let script = include_str!("outside.sh");
         let wanted = env::var("PEERPOD_TEST_PARTS").unwrap_or_default();
-        for part in PARTS.iter().filter(|part| part.contains(&wanted)) {
+        let mut failed = Vec::new();
+        for (part, keys) in PARTS.iter().filter(|(part, _)| part.contains(&wanted)) {
+            // A part that fails early reports nothing.
+            forget(keys).unwrap();
             let mut command = Command::new("sh");
             command.args(["-c", script, "sh"]).arg(&us).env(INSIDE, part);
-            let status = command.status().unwrap();
-            if !status.success() {
-                return ExitCode::FAILURE;
+            if !command.status().unwrap().success() {
+                failed.push(*part);
             }
+        }
+        if !failed.is_empty() {
+            eprintln!("failed parts: {}", failed.join(", "));
+            return ExitCode::FAILURE;
         }
         return ExitCode::SUCCESS;
     };
@@ -89,7 +107,7 @@ fn main() -> ExitCode {
 
 fn inside(part: &str) -> anyhow::Result<bool> {
     let entered = Command::new("sh").args(["-c", include_str!("enter.sh")]).status()?;
-    anyhow::ensure!(entered.success(), "make the node's namespaces: {entered}");
+    ensure!(entered.success(), "make the node's namespaces: {entered}");
     let world = World::bare()?;
     let node = world.node().clone();
     // Threads and processes that this thread starts are in the node's network, too.
@@ -128,7 +146,12 @@ fn with_node(
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let node = Node::start(world, layout, &[]);
     let node = runtime.block_on(node).context("start the node")?;
-    println!("node ready after {:.1} s", began.elapsed().as_secs_f64());
+    let took = began.elapsed();
+    println!("node ready after {:.1} s", took.as_secs_f64());
+    ensure!(
+        took < NODE_READY.mul_f64(slowness()),
+        "the node took longer than {NODE_READY:?} on this machine"
+    );
     let (passed, failed) = part(node)?;
     println!("{passed} passed, {failed} failed, {:.1} s", began.elapsed().as_secs_f64());
     if !name.is_empty() {
@@ -141,7 +164,7 @@ fn with_node(
 fn run(node: &Node) -> anyhow::Result<(usize, usize)> {
     let wanted = env::var("PEERPOD_TEST_CASES").unwrap_or_default();
     // The longest first.
-    let long = if env::var_os("PEERPOD_TEST_LONG").is_some() { LONG_CASES } else { &[] };
+    let long = if is_long() { LONG_CASES } else { &[] };
     let all = long.iter().chain(CASES).enumerate();
     let cases = all.filter(|(_, (name, _))| match wanted.as_str() {
         SLICE => OF_SLICE.contains(name),
@@ -183,7 +206,9 @@ fn next<T>(cases: &Mutex<impl Iterator<Item = T>>) -> Option<T> {
 /// Runs one case in a Kubernetes namespace of its own.
 fn case(node: &Node, namespace: &str, run: Run) -> anyhow::Result<()> {
     let case = Case::new(node, namespace)?;
-    let result = run(&case).map_err(|error| error.context(case.state()));
+    let result =
+        run(&case).and_then(|()| node.no_bare_deadline(&format!("/api/v1/namespaces/{namespace}/events")));
+    let result = result.map_err(|error| error.context(case.state()));
     // The case has its result already.
     let _deleted = node.kubectl(&["delete", "namespace", namespace, "--wait=false"]);
     result

@@ -369,6 +369,16 @@ impl Node {
         read(&self.runtime, &self.client, path)
     }
 
+    /// Fails if one of these events reports a failed sandbox by a deadline alone.
+    pub(crate) fn no_bare_deadline(&self, path: &str) -> anyhow::Result<()> {
+        let events = self.read(path)?;
+        let messages = events["items"].as_array().into_iter().flatten();
+        let of_sandboxes = messages.filter(|event| event["reason"] == "FailedCreatePodSandBox");
+        let mut bare = of_sandboxes.filter(|event| is_bare(event["message"].as_str().unwrap_or_default()));
+        ensure!(bare.next().is_none(), "an event FailedCreatePodSandBox has no cause but a deadline");
+        Ok(())
+    }
+
     /// Applies manifests in a namespace.
     pub(crate) fn apply(&self, namespace: &str, manifests: &str) -> anyhow::Result<()> {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -407,6 +417,17 @@ impl Node {
         }
         println!("logs: {}", to.display());
     }
+}
+
+/// Whether a message has no cause but a deadline: all else are the words of kubelet, containerd and gRPC.
+fn is_bare(message: &str) -> bool {
+    let Some(rest) = message.strip_suffix("context deadline exceeded") else { return false };
+    rest.split(": ").all(|part| {
+        let part = part.rsplit("desc = ").next().unwrap_or_default();
+        let words =
+            ["Failed to create pod sandbox", "rpc error", "failed to create", "failed to start sandbox"];
+        part.is_empty() || words.iter().any(|word| part.starts_with(word))
+    })
 }
 
 /// Reads a path of the API server. The caller's thread has no runtime.
