@@ -10,7 +10,7 @@ use peerpod_world::{POOL, eventually_blocking};
 use serde_json::{Value, json};
 
 use super::{Installed, PATIENCE, copy_folder};
-use crate::cases::{Case, claims};
+use crate::cases::{Case, NOTE, claims};
 use crate::images_common::{Image, PORT};
 use crate::node::ADDRESS;
 
@@ -148,7 +148,7 @@ pub(super) fn removal(on: &Installed<'_>) -> anyhow::Result<()> {
     case.until("the pod writes on", || Ok((lines()? > before).then_some(())))?;
     let restarts = case.get("pod/q")?["status"]["containerStatuses"][0]["restartCount"].clone();
     ensure!(restarts == 0, "{restarts} restarts of q");
-    println!("                 lines that the pod has written to its volume: {before}");
+    println!("{NOTE}lines that the pod has written to its volume: {before}");
     let handle = case.kubectl(&["get", "pv", "-o", "jsonpath={.items[*].spec.csi.volumeHandle}"])?;
     let disk = on.libvirtd.borrow().pool_folder(POOL).join(handle.trim());
     ensure!(disk.is_file(), "{} is no file", disk.display());
