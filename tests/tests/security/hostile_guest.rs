@@ -2,6 +2,7 @@
 //! own sandbox and affects no other.
 
 use super::guest_common;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
@@ -66,14 +67,7 @@ impl Ours {
     /// Opens a link in a new session, and reads exactly up to the end of the Welcome.
     async fn linked(&self, world: &World, session: u8) -> TlsStream<TcpStream> {
         let mut stream = self.dial(world).await;
-        let hello = Hello {
-            versions: (1, record::VERSION),
-            session: SessionId([session; 16]),
-            epoch: 0,
-            recv: 0,
-            program: "liar".into(),
-        };
-        stream.write_all(&record::plain(RecordKind::Hello, &hello.encode()).unwrap()).await.unwrap();
+        stream.write_all(&hello([session; 16])).await.unwrap();
         let mut head = [0; record::HEADER_LEN];
         timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
         let head = record::RecordHeader::decode(&head).unwrap();
@@ -81,6 +75,18 @@ impl Ours {
         timeout(PATIENCE, stream.read_exact(&mut vec![0; head.length as usize])).await.unwrap().unwrap();
         stream
     }
+}
+
+/// Returns the first record of a link in a new session.
+fn hello(session: [u8; 16]) -> Vec<u8> {
+    let hello = Hello {
+        versions: (1, record::VERSION),
+        session: SessionId(session),
+        epoch: 0,
+        recv: 0,
+        program: "liar".into(),
+    };
+    record::plain(RecordKind::Hello, &hello.encode()).unwrap()
 }
 
 /// Checks that the relay closes the link, with or without data before.
@@ -186,6 +192,12 @@ async fn bad_records_behind_a_good_certificate_end_only_their_own_link() {
         pong = head.kind == RecordKind::Pong;
     }
     unharmed(&daemons, relay, idle);
+    let log = fs::read_to_string(daemons.log("relay")).unwrap();
+    let violations = log.lines().filter(|line| line.contains("it broke the protocol"));
+    let (named, of) = (format!("default/{}", ours.id), format!("sandbox={} ", ours.id));
+    let (whole, bare): (Vec<_>, Vec<_>) =
+        violations.partition(|line| line.contains(&named) && line.contains(&of));
+    assert!(whole.len() >= cases.len() && bare.is_empty(), "{} whole lines, {bare:?}", whole.len());
     other.lives().await.unwrap();
     assert!(!waiting.is_finished(), "what waited before still waits");
     drop(stream);
@@ -204,6 +216,49 @@ fn unharmed(daemons: &Daemons, relay: u32, idle: u64) {
     }
     let now = resident(relay).unwrap();
     assert!(now < 2 * idle + (8 << 20), "{now} bytes, {idle} before");
+}
+
+/// Each connection is a session of its own, as of a guest program that is restarted without end.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_connects_in_a_loop_causes_few_lines_and_writes() {
+    let world = World::new().unwrap();
+    let mut daemons = Daemons::start(&world, Settings::none().set("log.level", "info")).await.unwrap();
+    let_vms_sleep(&mut daemons).await;
+    let pod = world.pod().unwrap();
+    let ours = Ours::join(&world, &daemons, &pod.namespace().path()).await;
+    let record = daemons.state_dir().join("sandboxes").join(format!("{}.json", ours.id));
+    let logged =
+        || ["node", "relay"].map(|name| fs::metadata(daemons.log(name)).unwrap().len()).iter().sum::<u64>();
+    let refused = || {
+        let metrics = daemons.metrics("relay").unwrap();
+        sample(&metrics, "peerpod_relay_guests_refused_total{reason=\"too_often\"}").unwrap_or(0.0)
+    };
+    let (start, mut writes) = (Instant::now(), BTreeSet::new());
+    // Loops until the relay has closed one connection, and then this many.
+    let mut measured: Option<(u128, Instant, u64)> = None;
+    for session in 1u128.. {
+        let mut stream = ours.dial(&world).await;
+        // The relay may have closed the connection.
+        drop(stream.write_all(&hello(session.to_be_bytes())).await);
+        drop(timeout(PATIENCE, stream.read(&mut [0; 64])).await.unwrap());
+        writes.extend(fs::metadata(&record).and_then(|file| file.modified()).ok());
+        match measured {
+            None if session % 10 == 0 && refused() > 0.0 => {
+                measured = Some((session, Instant::now(), logged()))
+            }
+            Some((first, ..)) if session - first >= 1000 => break,
+            _ => assert!(session < 5000, "the relay closes none of {session} connections"),
+        }
+    }
+    let (_, since, before) = measured.unwrap();
+    let (seconds, bytes) = (since.elapsed().as_secs(), logged() - before);
+    let writes = writes.len() as u64;
+    println!("1000 connections in {seconds} s: {bytes} bytes of log; {writes} versions of the record");
+    // Two links a second, with all that both daemons log of them.
+    assert!(bytes < (8 << 10) + seconds * (4 << 10), "{bytes} bytes of log in {seconds} s");
+    assert!(writes < 5 + start.elapsed().as_secs(), "{writes} versions in {:?}", start.elapsed());
+    daemons.shim().await.unwrap().stop_vm(&ours.id).await.unwrap();
+    daemons.gone(&ours.id, PATIENCE).await.unwrap();
 }
 
 /// Handler of a hostile guest: its link is correct, its agent writes the bytes that the request contains, and it

@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use guest_common::{RELAY, assert_closed, claims, csr, dial, entry, identity, secure, user_data_of};
 use peerpod_client::Annotations;
@@ -64,6 +64,7 @@ async fn a_wrong_ticket_or_one_used_by_another_key_gets_no_certificate() {
     let secret = *user_data.ticket.secret.expose();
     let mut other = secret;
     other[31] ^= 1;
+    let start = Instant::now();
     for (id, secret, case) in [
         ("00000000000000000000000000000000", secret, "unknown id"),
         (&user_data.ticket.id[..], other, "wrong secret"),
@@ -74,9 +75,22 @@ async fn a_wrong_ticket_or_one_used_by_another_key_gets_no_certificate() {
         assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{case}: {reply}");
         assert!(!reply.error.contains(&hex::encode(secret)), "{case}: the answer keeps the secret");
     }
-    let log =
-        fs::read_to_string(daemons.log("node")).unwrap() + &fs::read_to_string(daemons.log("relay")).unwrap();
-    assert!(!log.contains(&hex::encode(secret)), "no log has the secret");
+    for n in 0..50 {
+        let reply = claims(&world, &user_data, &format!("{n:032x}"), other, Vec::new()).await;
+        assert!(!reply.error.is_empty() && !reply.retry, "{reply}");
+    }
+    // One line for each address and minute.
+    let most = 1 + start.elapsed().as_secs() as usize / 60;
+    let count = |log: &str, parts: [&str; 2]| {
+        log.lines().filter(|line| parts.iter().all(|part| line.contains(part))).count()
+    };
+    let [node, relay] = ["node", "relay"].map(|name| fs::read_to_string(daemons.log(name)).unwrap());
+    let lines = [
+        count(&node, ["claim refused: unknown ticket", " ticket="]),
+        count(&relay, ["ticket shown", "\"refused\""]),
+    ];
+    assert!(lines.iter().all(|lines| (1..=most).contains(lines)), "{lines:?} lines of node and relay");
+    assert!(!(node + &relay).contains(&hex::encode(secret)), "no log has the secret");
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
     // Also after the sandbox is gone.
