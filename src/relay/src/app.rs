@@ -33,6 +33,7 @@ use crate::config::RelayConfig;
 use crate::control::Control;
 use crate::handover::new::{self, Taken};
 use crate::handover::{self, Pause, old};
+use crate::harden::Files;
 use crate::hypervisor::{self, HypervisorHandle};
 use crate::id::SandboxId;
 use crate::inbox::Inbox;
@@ -68,8 +69,13 @@ pub struct BoundRelay {
     _lock: OwnedFd,
 }
 
+/// Makes the folders that the relay needs, and returns the files that it opens from then on.
+pub fn files(config: &RelayConfig) -> anyhow::Result<Files> {
+    Ok(Files::new(make_folders(config)?, &config.bundles))
+}
+
 /// Makes the relay's own folders and returns them: no other is written.
-pub fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
+fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
     let RelayConfig { run_dir, state_dir, .. } = config;
     // An existing folder keeps its permissions: other programs may have sockets in it.
     let made = DirBuilder::new().recursive(true).mode(0o700).create(run_dir);

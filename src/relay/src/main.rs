@@ -7,8 +7,7 @@ use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
 use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_relay::config::RelayConfig;
-use peerpod_relay::harden::{self, Files};
-use peerpod_relay::{app, supervisor};
+use peerpod_relay::{app, harden, supervisor};
 
 const PROGRAM: Program = Program {
     name: "peerpod-relay",
@@ -52,7 +51,7 @@ fn start(config: RelayConfig, log: &LogConfig) -> anyhow::Result<ExitCode> {
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
-    let files = Files::new(app::make_folders(&config)?, &config.bundles);
+    let files = app::files(&config)?;
     if let Err(error) = harden::harden(config.listen.port(), &files) {
         if config.must_be_hardened {
             let why =

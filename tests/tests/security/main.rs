@@ -7,4 +7,5 @@ mod guest_common;
 mod hostile;
 mod hostile_guest;
 mod policy;
+mod rights;
 mod trust;
