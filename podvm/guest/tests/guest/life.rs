@@ -178,11 +178,17 @@ fn until<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Returns initdata with one file of this content.
+fn initdata(content: &str) -> String {
+    format!("algorithm = \"sha384\"\nversion = \"0.1.0\"\n[data]\n\"aa.toml\" = \"{content}\"\n")
+}
+
 fn plan(lease_seconds: u32) -> Personalise {
     let mut plan = Personalise::new();
     (plan.version, plan.sandbox_id) = (1, SANDBOX.into());
     (plan.pod_name, plan.pod_namespace) = ("pod".into(), "default".into());
     (plan.lease_seconds, plan.agent_timeout_ms) = (lease_seconds, 20_000);
+    plan.initdata = initdata("first");
     let network = plan.network.mut_or_insert_default();
     network.version = 1;
     let mut interface = guest::Interface::new();
@@ -285,6 +291,10 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     }
     assert!(reply.status.stages.iter().all(|stage| stage.at_us < 60_000_000), "the namespace's clock");
 
+    let digest = reply.status.initdata_digest.clone();
+    assert!(digest.starts_with("sha384:"), "{digest}");
+    has_its_initdata(runtime, relay);
+
     let guest = env!("CARGO_BIN_EXE_peerpod-guest");
     // peerpod-guest as pid 1 starts `serve` under its short name; a service has its whole path.
     let serve_line = if mode == "init" { "peerpod-guest serve".to_owned() } else { format!("{guest} serve") };
@@ -319,6 +329,8 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     assert_eq!(reply.error, "");
     assert!(reply.status.ready && reply.status.agent_running);
     assert!(reply.status.lost[0].contains("the guest program was restarted"), "{:?}", reply.status.lost);
+    assert_eq!(reply.status.initdata_digest, digest);
+    has_its_initdata(runtime, relay);
     has_network(&podns);
     let mut shim = relay.shim();
     assert_eq!(call(&mut shim, 1, "Check", vec![1]).payload, [1]);
@@ -337,6 +349,14 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     let status = relay.told(runtime, |status| status.error.contains("died with running containers"));
     assert_eq!((status.agent_running, status.agent_exits), (false, 1));
     assert_eq!(process("be_an_agent --exact"), None);
+}
+
+/// Checks that an assignment with other initdata, or without, is refused.
+fn has_its_initdata(runtime: &tokio::runtime::Runtime, relay: &mut Relay) {
+    for other in [initdata("second"), String::new()] {
+        let reply = relay.ask(runtime, Body::Personalise(Personalise { initdata: other, ..plan(60) }));
+        assert!(reply.error.contains("the first assignment's initdata counts"), "{}", reply.error);
+    }
 }
 
 fn has_network(podns: &Path) {
