@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use peerpod_client::{Annotations, exec_request};
 use peerpod_tests::machines::{PATIENCE, Place};
-use peerpod_tests::{CONTAINER, Sandbox, fresh_id, is_bench, report, stop_in_time};
+use peerpod_tests::{CONTAINER, Sandbox, fresh_id, is_bench, report, sample, stop_in_time};
 use peerpod_world::page::{PageServer, page_for};
 use peerpod_world::ping::ping;
 use peerpod_world::{Daemons, World, eventually, stages};
@@ -56,7 +56,8 @@ async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<
     if output.status == 0 { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Walks with the encrypted tunnel. The other tests, and those of the disk image, use the plain one.
+/// Walks with the encrypted tunnel. The other tests, and those of the disk image, use the plain one; one lets the node
+/// choose it.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_pod_in_a_real_machine_with_the_encrypted_tunnel_from_create_to_exec_and_removal() {
     let place = Place::new();
@@ -93,10 +94,12 @@ fn disks(folder: &Path) -> [(&'static str, String); 2] {
 const FIND: &str = "find() { for disk in /sys/block/vd*; do \
                     [ \"$(cat $disk/serial)\" = \"$1\" ] && echo /dev/${disk##*/} && return; done; return 1; }\n";
 
+/// The node chooses the tunnel by the VM's address, also after its restart.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     let place = Place::new();
-    let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
+    let settings = place.settings.clone().set("tunnel.kind", "auto");
+    let mut daemons = Daemons::start(&place.world, settings).await.unwrap();
     let machine = place.machine(&daemons, "whole").await;
     let other = place.world.pod().unwrap();
     // Ping and HTTP through the tunnel, in both families and directions.
@@ -162,6 +165,8 @@ async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     daemons.ready().await.unwrap();
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     ping(other.namespace(), machine.pod.v4(), 56, PATIENCE).unwrap();
+    let peers = sample(&daemons.metrics("relay").unwrap(), "peerpod_relay_wireguard_peers").unwrap();
+    assert_eq!(peers, 0.0, "the node reaches the VM at its own private address");
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
     daemons.gone(&machine.id, PATIENCE).await.unwrap();
     place.assert_clean();
