@@ -16,17 +16,34 @@ pub(crate) fn listed(list: &str) -> Vec<String> {
     list.lines().filter_map(|line| Some(line.split_once('"')?.1.split_once('"')?.0.to_owned())).collect()
 }
 
+/// Returns the rows of the table with this header.
+fn rows(header: &str) -> Vec<[String; 3]> {
+    let text = fs::read_to_string(path("README.md")).unwrap();
+    let table = text.split_once(header).unwrap().1;
+    let rows = table.lines().skip(2).map_while(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
+    let cells = |row: &str| row.split(" | ").map(str::to_owned).collect::<Vec<_>>().try_into().unwrap();
+    rows.map(cells).collect()
+}
+
+/// Returns the words of a cell that are in backquotes.
+fn quoted(cell: &str) -> Vec<String> {
+    cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+fn assert_has(file: PathBuf, tests: &str) {
+    let source = fs::read_to_string(&file).unwrap();
+    for test in quoted(tests) {
+        assert!(source.contains(&format!("fn {test}(")), "{} has no {test}", file.display());
+    }
+}
+
 #[test]
 fn the_table_names_each_case_once_and_tests_that_exist() {
-    let text = fs::read_to_string(path("README.md")).unwrap();
-    let table = text.split_once("| Cases | File | Test |").unwrap().1;
     let mut named = Vec::new();
-    for row in table.lines().skip(2).map_while(|line| line.strip_prefix("| ")?.strip_suffix(" |")) {
-        let [cases, file, test] = row.split(" | ").collect::<Vec<_>>()[..] else { panic!("{row}") };
-        named.extend(cases.split('`').skip(1).step_by(2).map(str::to_owned));
+    for [cases, file, test] in rows("| Cases | File | Test |") {
+        named.extend(quoted(&cases));
         if file != "none" {
-            let source = fs::read_to_string(path(file.trim_matches('`'))).unwrap();
-            assert!(source.contains(&format!("fn {}(", test.trim_matches('`'))), "{file} has no {test}");
+            assert_has(path(file.trim_matches('`')), &test);
         }
     }
     let mut all = [listed("CASES"), listed("LONG_CASES")].concat();
@@ -34,4 +51,13 @@ fn the_table_names_each_case_once_and_tests_that_exist() {
     all.sort();
     named.sort();
     assert_eq!(named, all);
+}
+
+#[test]
+fn the_hostile_set_names_tests_that_exist() {
+    let rows = rows("| Theme | File | Tests |");
+    assert!(rows.len() > 20, "{rows:?}");
+    for [_, file, tests] in rows {
+        assert_has(path("..").join(file.trim_matches('`')), &tests);
+    }
 }
