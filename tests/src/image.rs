@@ -29,6 +29,7 @@ const TOOLS: &[&str] = &[
     "sha256sum",
     "sleep",
     "sync",
+    "tee",
     "touch",
     "tr",
     "umount",

@@ -21,12 +21,17 @@ fn clean(node: &Node) {
     node.machines.as_ref().unwrap().assert_clean();
 }
 
+/// Speed of the slow disk in MiB/s while its pod stops.
+const STOP_SPEED: u64 = 6;
+/// Seconds that the flush takes at the least.
+const LEAST_FLUSH: u64 = 3;
+
 #[tokio::test(flavor = "multi_thread")]
 async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let node = Node::start_in_machines().await;
     let (full, empty, raw) = (node.disk("full", 64), node.disk("empty", 1024), node.disk("raw", 16));
-    // Data in MiB that is written to a disk, and the disk's speed in MiB/s.
-    let (late, speed) = if long() { (4096, 50) } else { (48, 6) };
+    // Data in MiB that is written to a disk, and the disk's speed in KiB/s meanwhile.
+    let (late, speed) = if long() { (4096, 50 << 10) } else { (32, 128) };
     let slow = node.disk("slow", 2 * late);
     let files = node.world.folder().join("files");
     fs::create_dir_all(&files).unwrap();
@@ -60,11 +65,14 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let after = volumes.stats(context(), &ask).await.unwrap();
     assert!(after.total_bytes > before.total_bytes * 9 / 5, "{before:?} {after:?}");
     assert!(mebibytes(&first, "/empty").await > 1800);
-    // The pod ends before its data is on the disk.
+    // The pod ends before its data is on the disk. Reading the data for its checksum would leave time to write it.
     limit_writes(&node, &slow, speed);
-    let fill =
-        format!("dd if=/dev/urandom of=/slow/file bs=1M count={late} 2>/dev/null; sha256sum < /slow/file");
+    let fill = format!("dd if=/dev/urandom bs=1M count={late} 2>/dev/null | tee /slow/file | sha256sum");
     let late_sum = first.shell("main", &fill).await;
+    limit_writes(&node, &slow, STOP_SPEED << 10);
+    let unwritten = unwritten_mebibytes(&first).await;
+    println!("{unwritten} MiB are not written at the stop");
+    assert!(unwritten > LEAST_FLUSH * STOP_SPEED, "{unwritten} MiB, too few for a test");
     stop_flushed(&node, first).await;
     clean(&node);
 
@@ -82,6 +90,13 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     clean(&node);
 }
 
+/// Returns the data that the VM's kernel has not written yet.
+async fn unwritten_mebibytes(pod: &Running) -> u64 {
+    let lines = pod.shell("main", "grep -E '^(Dirty|Writeback):' /proc/meminfo").await;
+    let kib = lines.lines().filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    kib.sum::<u64>() >> 10
+}
+
 /// Stops a pod, and asserts that its flush was complete: the VM's shutdown by ACPI would write the data, too.
 async fn stop_flushed(node: &Node, pod: Running) {
     let id = pod.id.clone();
@@ -91,13 +106,13 @@ async fn stop_flushed(node: &Node, pod: Running) {
 }
 
 /// Limits the speed of the only machine's writes to a disk.
-fn limit_writes(node: &Node, disk: &Disk, mib_per_second: u64) {
+fn limit_writes(node: &Node, disk: &Disk, kib_per_second: u64) {
     let libvirtd = &node.machines.as_ref().unwrap().libvirtd;
     let domain = libvirtd.domains().unwrap().remove(0);
     let disks = libvirtd.virsh(&["domblklist", &domain]).unwrap();
     let line = disks.lines().find(|line| line.ends_with(&disk.source)).unwrap();
     let target = line.split_whitespace().next().unwrap();
-    let speed = (mib_per_second << 20).to_string();
+    let speed = (kib_per_second << 10).to_string();
     libvirtd.virsh(&["blkdeviotune", &domain, target, "--live", "--write-bytes-sec", &speed]).unwrap();
 }
 
