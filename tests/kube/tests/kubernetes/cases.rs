@@ -109,6 +109,7 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("a missing secret for variables", volumes::missing_variable),
     ("hostNetwork is refused", rights::host_network),
     ("hostPID", rights::host_pid),
+    ("initdata: a policy that the agent does not enforce", rights::unenforced_policy),
     ("AppArmor", rights::app_armor),
     ("allowPrivilegeEscalation: false", rights::no_new_privileges),
     ("a privileged container", rights::privileged),

@@ -1,8 +1,13 @@
 //! Rights and resources of pods, and pods that are refused.
 
+use std::io::Write;
 use std::{fs, thread};
 
 use anyhow::{Context, ensure};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use serde_json::Value;
 
 use super::{Case, NOTE, SLEEP};
@@ -92,6 +97,27 @@ pub(crate) fn host_pid(case: &Case<'_>) -> anyhow::Result<()> {
     // Without the webhook, which refuses it, the pod runs. Its VM has no process of the node.
     let spec = "hostPID: true, containers: [{name: c, image: IMAGE, command: [sh, -c, 'ps | grep -c [k]ube-server; true']}]";
     case.prints(spec, "0\n")
+}
+
+/// Kata's agent of `KATA_DIR` enforces no policy, so a pod with one must not run. Other initdata does not keep a pod.
+pub(crate) fn unenforced_policy(case: &Case<'_>) -> anyhow::Result<()> {
+    let pod = |name: &str, file: &str| -> anyhow::Result<()> {
+        let initdata = format!("algorithm = \"sha256\"\nversion = \"0.1.0\"\n[data]\n{file}\n");
+        let mut packed = GzEncoder::new(Vec::new(), Compression::default());
+        packed.write_all(initdata.as_bytes())?;
+        let initdata = BASE64_STANDARD.encode(packed.finish()?);
+        case.apply(&format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}, annotations: {{
+               io.katacontainers.config.hypervisor.cc_init_data: '{initdata}'}}}}, spec: {{runtimeClassName: kata-remote,
+               terminationGracePeriodSeconds: 5, containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}']}}]}}}}"
+        ))
+    };
+    pod("data", "\"notes.toml\" = \"x\"")?;
+    pod("policy", "\"policy.rego\" = \"package agent_policy\\ndefault ExecProcessRequest := false\"")?;
+    case.ready("data")?;
+    case.event("FailedCreatePodSandBox", "the kata-agent refuses the policy.rego of the pod's initdata")?;
+    ensure!(!case.is_ready("policy")?, "the pod runs without its policy");
+    Ok(())
 }
 
 pub(crate) fn app_armor(case: &Case<'_>) -> anyhow::Result<()> {
