@@ -79,6 +79,20 @@ pub fn lasts(lease: &Lease) -> Option<Duration> {
     u64::try_from(seconds).ok().map(Duration::from_secs)
 }
 
+/// Returns the owner of a Lease; `None`: it has no holder, or does not exist.
+///
+/// # Errors
+/// The API server refused or did not answer.
+pub async fn owner(leases: &Api<Lease>, name: &str) -> Result<Option<LeaseOwner>, Error> {
+    let found = within(format!("read lease {name}"), leases.get_opt(name)).await?;
+    Ok(found.as_ref().and_then(owner_of))
+}
+
+fn owner_of(lease: &Lease) -> Option<LeaseOwner> {
+    let note = |key| lease.annotations().get(key).cloned().unwrap_or_default();
+    Some(LeaseOwner { identity: holder(lease)?.to_owned(), incarnation: note(INCARNATION), node: note(NODE) })
+}
+
 fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref().filter(|holder| !holder.is_empty())
 }
@@ -171,10 +185,12 @@ async fn release(leases: &Api<Lease>, held: &Held) -> Result<(), Error> {
 ///
 /// # Errors
 /// As [`take`], but never a conflict.
-pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(), Error> {
+pub async fn remove(leases: &Api<Lease>, name: &str, owner: &LeaseOwner) -> Result<(), Error> {
     loop {
         let found = within(format!("read lease {name}"), leases.get_opt(name)).await?;
-        let Some(lease) = found.filter(|found| holder(found) == Some(identity)) else { return Ok(()) };
+        let Some(lease) = found.filter(|found| owner_of(found).as_ref() == Some(owner)) else {
+            return Ok(());
+        };
         let as_read = Preconditions { uid: lease.uid(), resource_version: lease.resource_version() };
         let params = DeleteParams::default().preconditions(as_read);
         match within(format!("delete lease {name}"), leases.delete(name, &params)).await {
@@ -185,12 +201,9 @@ pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(
     }
 }
 
-/// Compares holder, incarnation and count.
+/// Compares owner and count.
 fn same_owner(one: &Lease, other: &Lease) -> bool {
-    one.uid() == other.uid()
-        && holder(one) == holder(other)
-        && one.annotations().get(INCARNATION) == other.annotations().get(INCARNATION)
-        && transitions(one) == transitions(other)
+    one.uid() == other.uid() && owner_of(one) == owner_of(other) && transitions(one) == transitions(other)
 }
 
 fn hand_to(lease: &mut Lease, owner: &LeaseOwner, duration: Option<Duration>) {

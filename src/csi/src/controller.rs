@@ -3,6 +3,7 @@
 //! attaches disks, it later asks the driver with the VM as the node. May touch: the driver's socket, the API server.
 
 mod lookup;
+mod proof;
 mod replay;
 
 use std::sync::Arc;
@@ -32,7 +33,7 @@ const ASK: Duration = Duration::from_secs(30);
 
 pub(crate) struct ControllerRole {
     upstream: Arc<Upstream>,
-    lookup: Option<Lookup>,
+    lookup: Option<Arc<Lookup>>,
     classes: Vec<String>,
 }
 
@@ -46,8 +47,9 @@ impl ControllerRole {
         let mut lookup = None;
         if let Some(kubeconfig) = &config.cluster {
             let client = client::connect(kubeconfig.as_deref()).await?;
-            replay::start(config, client.clone(), upstream.clone(), metrics.clone());
-            lookup = Some(Lookup::new(client));
+            let found = Arc::new(Lookup::new(client.clone()));
+            replay::start(config, client, upstream.clone(), found.clone(), metrics.clone());
+            lookup = Some(found);
         }
         Ok(ControllerRole { upstream: upstream.clone(), lookup, classes: config.runtime_classes.clone() })
     }

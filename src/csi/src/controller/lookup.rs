@@ -10,10 +10,10 @@ use std::collections::HashMap;
 use k8s_openapi::api::core::v1::{PersistentVolume, Pod};
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::api::ListParams;
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use parking_lot::Mutex;
 use peerpod_kube::client::within;
-use peerpod_kube::crds::PeerpodVolume;
+use peerpod_kube::crds::{PeerPod, PeerpodVolume};
 use peerpod_volume::VolumeId;
 
 use crate::grpc::{Code, Status};
@@ -55,15 +55,14 @@ impl Lookup {
         driver: &str,
         handle: &str,
     ) -> Result<Option<PersistentVolume>, Status> {
-        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
         let cached = self.volumes.lock().get(handle).cloned();
         if let Some(name) = cached {
-            let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await?;
-            let same = found.filter(|volume| handle_of(volume, driver) == Some(handle));
+            let same = self.named(&name, driver, handle).await?;
             if same.is_some() {
                 return Ok(same);
             }
         }
+        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
         let all = within("list PersistentVolumes", volumes.list(&ListParams::default())).await?;
         let named = |volume: &PersistentVolume| {
             Some((handle_of(volume, driver)?.to_owned(), volume.metadata.name.clone()?))
@@ -80,18 +79,12 @@ impl Lookup {
         node: &str,
         classes: &[String],
     ) -> Result<bool, Status> {
-        let claim = self.volume(driver, handle).await?.and_then(|volume| volume.spec?.claim_ref);
-        let Some((namespace, claim)) = claim.and_then(|claim| Some((claim.namespace?, claim.name?))) else {
-            return Ok(false);
-        };
+        let claim = self.volume(driver, handle).await?.and_then(|volume| claim_of(&volume));
+        let Some((namespace, claim)) = claim else { return Ok(false) };
         let Some(node) = self.node_of(driver, node).await? else { return Ok(false) };
-        let pods: Api<Pod> = Api::namespaced(self.client.clone(), &namespace);
-        let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
-        let pods = within(format!("list pods of {namespace} on {node}"), pods.list(&here)).await?;
-        let users =
-            pods.items.iter().filter(|pod| has_claim(pod, &claim)).filter_map(|pod| pod.spec.as_ref());
+        let users = self.users(&namespace, &claim, &node).await?;
         let (mut ours, mut others) = (0, 0);
-        for pod in users {
+        for pod in users.iter().filter_map(|pod| pod.spec.as_ref()) {
             let class = pod.runtime_class_name.as_deref().unwrap_or_default();
             if classes.iter().any(|one| one == class) { ours += 1 } else { others += 1 }
         }
@@ -101,6 +94,42 @@ impl Lookup {
             )));
         }
         Ok(ours > 0)
+    }
+
+    /// Returns the PersistentVolume of this name, if it is this volume of the driver.
+    pub(super) async fn named(
+        &self,
+        name: &str,
+        driver: &str,
+        handle: &str,
+    ) -> Result<Option<PersistentVolume>, Status> {
+        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
+        let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(name)).await?;
+        Ok(found.filter(|volume| handle_of(volume, driver) == Some(handle)))
+    }
+
+    /// Returns the pods on a node that use a claim.
+    pub(super) async fn users(&self, namespace: &str, claim: &str, node: &str) -> Result<Vec<Pod>, Status> {
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
+        let mut pods = within(format!("list pods of {namespace} on {node}"), pods.list(&here)).await?.items;
+        pods.retain(|pod| has_claim(pod, claim));
+        Ok(pods)
+    }
+
+    /// Returns the PeerPods of a pod on a node: one for each of its sandboxes.
+    pub(super) async fn peerpods(
+        &self,
+        namespace: &str,
+        node: &str,
+        pod: &Pod,
+    ) -> Result<Vec<PeerPod>, Status> {
+        let all: Api<PeerPod> = Api::namespaced(self.client.clone(), namespace);
+        let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
+        let what = format!("list PeerPods of {namespace} on {node}");
+        let mut found = within(what, all.list(&here)).await?.items;
+        found.retain(|peerpod| is_of(peerpod, pod));
+        Ok(found)
     }
 
     /// Returns a pod that has the volume in its VM.
@@ -124,6 +153,22 @@ fn has_claim(pod: &Pod, claim: &str) -> bool {
         let named = volume.persistent_volume_claim.as_ref().is_some_and(|used| used.claim_name == claim);
         named || volume.ephemeral.is_some() && format!("{name}-{}", volume.name) == claim
     })
+}
+
+/// Whether a PeerPod is of this pod. The node writes it without an owner while it does not know the pod's UID.
+fn is_of(peerpod: &PeerPod, pod: &Pod) -> bool {
+    let mut owners = peerpod.owner_references().iter().filter(|owner| owner.kind == "Pod").peekable();
+    let (name, sandbox) = (pod.metadata.name.as_deref(), peerpod.spec.sandbox_id.as_deref());
+    if owners.peek().is_some() {
+        return owners.any(|owner| Some(&owner.uid) == pod.metadata.uid.as_ref());
+    }
+    name.zip(sandbox).is_some_and(|(name, sandbox)| peerpod.name_any() == PeerPod::name_of(name, sandbox))
+}
+
+/// Returns namespace and name of the claim that a PersistentVolume belongs to.
+pub(super) fn claim_of(volume: &PersistentVolume) -> Option<(String, String)> {
+    let claim = volume.spec.as_ref()?.claim_ref.clone()?;
+    Some((claim.namespace?, claim.name?))
 }
 
 fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
@@ -159,5 +204,27 @@ mod tests {
         for claim in ["data", "web-data", "scratch", "web-other"] {
             assert!(!has_claim(&pod, claim), "{claim}");
         }
+    }
+
+    #[test]
+    fn a_peerpod_is_of_its_owner_or_of_the_pod_in_its_name() {
+        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "web", "uid": "u-1"}})).unwrap();
+        let peerpod = |name: String, owner: Option<&str>| -> PeerPod {
+            let owner =
+                owner.map(|uid| json!({"apiVersion": "v1", "kind": "Pod", "name": "web", "uid": uid}));
+            let owners: Vec<_> = owner.into_iter().collect();
+            let metadata = json!({"name": name, "ownerReferences": owners});
+            let spec = json!({"sandboxID": "s-1"});
+            serde_json::from_value(
+                json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+                "metadata": metadata, "spec": spec}),
+            )
+            .unwrap()
+        };
+        let named = || PeerPod::name_of("web", "s-1");
+        assert!(is_of(&peerpod("any".into(), Some("u-1")), &pod));
+        assert!(is_of(&peerpod(named(), None), &pod));
+        assert!(!is_of(&peerpod(named(), Some("u-2")), &pod), "of an earlier pod of this name");
+        assert!(!is_of(&peerpod(PeerPod::name_of("api", "s-1"), None), &pod));
     }
 }

@@ -9,14 +9,16 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{PersistentVolume, Secret};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::runtime::controller::{self, Action, Config};
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::runtime::{Controller as Runtime, watcher};
 use kube::{Api, Client, Resource, ResourceExt};
 use parking_lot::Mutex;
 use peerpod_common::backoff::Backoff;
 use peerpod_kube::client::{explain, within};
 use peerpod_kube::crds::PeerpodVolume;
-use peerpod_kube::lease::{Election, ElectionConfig, Standing, Term};
+use peerpod_kube::lease::{Election, ElectionConfig, LeaseOwner, Standing, Term};
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest, Empty,
 };
@@ -26,12 +28,14 @@ use serde_json::json;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use super::lookup::Lookup;
+use super::proof::{self, Failure};
 use crate::capability::Capability;
 use crate::cluster::Published;
 use crate::config::CsiConfig;
 use crate::grpc::{Code, Status};
 use crate::metrics::CsiMetrics;
-use crate::node::ownership::release_lease;
+use crate::node::ownership::{lease_owner, release_lease};
 use crate::objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED};
 use crate::upstream::Upstream;
 use crate::{drivers, optin};
@@ -52,6 +56,8 @@ struct Context {
     upstream: Arc<Upstream>,
     node_id: String,
     leases: Api<Lease>,
+    lookup: Arc<Lookup>,
+    events: Recorder,
     metrics: CsiMetrics,
     term: Term,
     /// Pauses of failed objects, by namespace and name.
@@ -71,7 +77,13 @@ struct Volume {
     secrets: HashMap<String, String>,
 }
 
-pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>, metrics: CsiMetrics) {
+pub(super) fn start(
+    config: &CsiConfig,
+    client: Client,
+    upstream: Arc<Upstream>,
+    lookup: Arc<Lookup>,
+    metrics: CsiMetrics,
+) {
     let (namespace, node_id) = (config.namespace.clone(), config.node_id.clone());
     tokio::spawn(async move {
         let name = loop {
@@ -84,6 +96,8 @@ pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>,
         let identity = std::env::var("POD_NAME")
             .or_else(|_| std::env::var("HOSTNAME"))
             .unwrap_or_else(|_| format!("pid-{}", std::process::id()));
+        let reporter = Reporter { controller: "peerpod-csi".to_owned(), instance: Some(identity.clone()) };
+        let events = Recorder::new(client.clone(), reporter);
         let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
         let election = Election::new(
             leases.clone(),
@@ -104,6 +118,8 @@ pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>,
                 upstream: upstream.clone(),
                 node_id: node_id.clone(),
                 leases: leases.clone(),
+                lookup: lookup.clone(),
+                events: events.clone(),
                 metrics: metrics.clone(),
                 term: leader.term().clone(),
                 failures: Mutex::default(),
@@ -160,7 +176,11 @@ async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<
         context.detach(&api, &object).await
     } else {
         context.attach(&api, &object).await
-    }?;
+    };
+    if let Err(Failure::Refused(reason, text)) = &next {
+        context.refuse(&api, &object, reason, text).await;
+    }
+    let next = next?;
     context.failures.lock().remove(&key(&object));
     Ok(next)
 }
@@ -179,12 +199,21 @@ fn key(object: &PeerpodVolume) -> (String, String) {
 }
 
 impl Context {
-    async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
+    async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Failure> {
         let Some(vm) = object.spec.vm_id.as_deref().filter(|vm| !vm.is_empty()) else {
             return Ok(Action::await_change());
         };
         let node_id = self.node_id(vm, object.spec.node_name.as_deref().unwrap_or_default());
-        if let Some(before) = object.spec.node_id.as_deref().filter(|before| *before != node_id) {
+        let earlier = object.spec.node_id.as_deref().filter(|before| *before != node_id);
+        let answered = object.spec.wrapper_controller_publish_volume_res.is_some();
+        if earlier.is_none() && objects::holds(object, ATTACHED) && answered {
+            return Ok(Action::await_change());
+        }
+        let volume = match self.proven(object, vm).await {
+            Err(Failure::Failed(why)) => return Err(not_attached(api, object, why).await),
+            proven => proven?,
+        };
+        if let Some(before) = earlier {
             // The pod's sandbox was made again, in another VM.
             self.unpublish(object, before).await?;
             let cleared =
@@ -192,27 +221,26 @@ impl Context {
             objects::set_spec(api, object, cleared).await?;
             return Ok(Action::requeue(Duration::ZERO));
         }
-        if objects::holds(object, ATTACHED) && object.spec.wrapper_controller_publish_volume_res.is_some() {
-            return Ok(Action::await_change());
-        }
         let object = if object.spec.node_id.is_none() {
             objects::set_spec(api, object, json!({"nodeID": node_id})).await?
         } else {
             object.clone()
         };
-        let answer = match self.publish(&object, &node_id).await {
-            Ok(answer) => answer,
-            Err(why) => {
-                let (state, text) = ("peerPodVSIIDReady", why.to_string());
-                let reason = ("AttachFailed", text.as_str());
-                let noted = objects::set_condition(api, &object, state, ATTACHED, false, reason).await;
-                // The condition is only for people.
-                if let Err(also) = noted {
-                    warn!(error = %also, "no condition set");
-                }
-                return Err(why);
-            }
-        };
+        match self.publish(&object, &node_id, volume).await {
+            Ok(answer) => self.record(api, &object, (vm, &node_id), answer).await?,
+            Err(why) => return Err(not_attached(api, &object, why).await),
+        }
+        Ok(Action::await_change())
+    }
+
+    /// Records the driver's answer for the node.
+    async fn record(
+        &self,
+        api: &Api<PeerpodVolume>,
+        object: &PeerpodVolume,
+        (vm, node_id): (&str, &str),
+        answer: ControllerPublishVolumeResponse,
+    ) -> Result<(), Status> {
         let device =
             ["devicePath", "device-path", "LUN"].iter().find_map(|key| answer.publish_context.get(*key));
         let name = self.upstream.driver().await?;
@@ -228,15 +256,15 @@ impl Context {
             "devicePath": device,
             "wrapperControllerPublishVolumeRes": serde_json::to_string(&published).unwrap_or_default(),
         });
-        let object = objects::set_spec(api, &object, fields).await?;
+        let object = objects::set_spec(api, object, fields).await?;
         let text = format!("attached to {node_id}");
         let state = "controllerPublishVolumeApplied";
         objects::set_condition(api, &object, state, ATTACHED, true, ("Attached", &text)).await?;
         info!(object = object.name_any(), node_id, "attached by the driver");
-        Ok(Action::await_change())
+        Ok(())
     }
 
-    async fn detach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
+    async fn detach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Failure> {
         if !objects::holds(object, RELEASED) {
             // The pod is deleted, but its VM may still exist. The node sets the condition when the VM is gone.
             return Ok(Action::requeue(LOOK_AGAIN));
@@ -250,9 +278,7 @@ impl Context {
             object = objects::set_spec(api, &object, json!({"nodeID": null})).await?;
             info!(object = object.name_any(), node_id, "detached by the driver");
         }
-        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
-        let volume = VolumeId::of(self.upstream.driver().await?, handle);
-        release_lease(&self.leases, &volume, object.spec.pod_uid.as_deref().unwrap_or_default()).await?;
+        release_lease(&self.leases, &self.volume_id(&object).await?, &proof::owner(&object)).await?;
         objects::delete(api, &object).await?;
         if let Some(found) = objects::read(api, &object.name_any()).await? {
             objects::let_go(api, &found).await?;
@@ -260,16 +286,59 @@ impl Context {
         Ok(Action::await_change())
     }
 
+    /// Reports a refusal once, in the condition and in an Event. The attachment is as before.
+    async fn refuse(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume, reason: &str, text: &str) {
+        // The limit of an Event's note is 1 KiB.
+        let text: String = text.chars().take(1000).collect();
+        let status = object.status.clone().unwrap_or_default();
+        let known = |one: &Condition| one.type_ == ATTACHED && one.reason == reason && one.message == text;
+        if status.conditions.iter().any(known) {
+            return;
+        }
+        let (state, holds) = (status.state.unwrap_or_default(), objects::holds(object, ATTACHED));
+        let event = Event {
+            type_: EventType::Warning,
+            reason: reason.to_owned(),
+            note: Some(text.clone()),
+            action: "Attach".to_owned(),
+            secondary: None,
+        };
+        let regarding = object.object_ref(&());
+        if let Err(error) = within("publish an Event", self.events.publish(&event, &regarding)).await {
+            // In a namespace that is being deleted no object can be created, not even an Event.
+            warn!(%error, reason, "an Event is not published");
+        }
+        let noted = objects::set_condition(api, object, &state, ATTACHED, holds, (reason, &text)).await;
+        if let Err(error) = noted {
+            warn!(%error, "no condition set");
+        }
+    }
+
+    async fn volume_id(&self, object: &PeerpodVolume) -> Result<VolumeId, Status> {
+        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
+        Ok(VolumeId::of(self.upstream.driver().await?, handle))
+    }
+
+    async fn lease_owner(&self, object: &PeerpodVolume) -> Result<Option<LeaseOwner>, Status> {
+        lease_owner(&self.leases, &self.volume_id(object).await?).await
+    }
+
+    async fn proven(&self, object: &PeerpodVolume, vm: &str) -> Result<PersistentVolume, Failure> {
+        let (driver, owner) = (self.upstream.driver().await?, self.lease_owner(object).await?);
+        proof::attach(&self.lookup, driver, object, vm, owner.as_ref()).await
+    }
+
     async fn publish(
         &self,
         object: &PeerpodVolume,
         node_id: &str,
+        volume: PersistentVolume,
     ) -> Result<ControllerPublishVolumeResponse, Status> {
         let asked = object.spec.wrapper_node_publish_volume_req.as_deref().unwrap_or("{}");
         let asked: Asked = serde_json::from_str(asked).map_err(|why| {
             Code::Internal.status(format!("{}: the request in it: {why}", object.name_any()))
         })?;
-        let volume = self.volume(object).await?;
+        let volume = self.with_secrets(volume).await?;
         let mut request = ControllerPublishVolumeRequest {
             volume_id: object.spec.volume_id.clone().unwrap_or_default(),
             node_id: node_id.to_owned(),
@@ -284,11 +353,18 @@ impl Context {
         self.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
     }
 
-    async fn unpublish(&self, object: &PeerpodVolume, node_id: &str) -> Result<(), Status> {
+    async fn unpublish(&self, object: &PeerpodVolume, node_id: &str) -> Result<(), Failure> {
+        proof::detach(object, self.lease_owner(object).await?.as_ref())?;
+        let (driver, handle) = (self.upstream.driver().await?, object.spec.volume_id.as_deref());
+        let name = object.spec.volume_name.as_deref().unwrap_or_default();
+        let volume = match self.lookup.named(name, driver, handle.unwrap_or_default()).await? {
+            Some(volume) => self.with_secrets(volume).await?,
+            None => Volume::default(),
+        };
         let request = ControllerUnpublishVolumeRequest {
             volume_id: object.spec.volume_id.clone().unwrap_or_default(),
             node_id: node_id.to_owned(),
-            secrets: self.volume(object).await?.secrets,
+            secrets: volume.secrets,
             ..Default::default()
         };
         self.term.confirm().await.map_err(|why| Code::Aborted.status(why.to_string()))?;
@@ -297,19 +373,13 @@ impl Context {
         match done {
             // The volume or the VM is gone, and the attachment with it.
             Err(why) if why.code == Code::NotFound => Ok(()),
-            done => done.map(drop),
+            done => Ok(done.map(drop)?),
         }
     }
 
-    /// Reads the present PersistentVolume and its secret. Secrets are held only during the call.
-    async fn volume(&self, object: &PeerpodVolume) -> Result<Volume, Status> {
-        let name = object.spec.volume_name.clone().unwrap_or_default();
-        let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
-        let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await?;
-        let csi = found.and_then(|volume| volume.spec?.csi);
-        let Some(csi) = csi.filter(|csi| Some(&csi.volume_handle) == object.spec.volume_id.as_ref()) else {
-            return Ok(Volume::default());
-        };
+    /// Reads the present secret of a PersistentVolume. Secrets are held only during the call.
+    async fn with_secrets(&self, volume: PersistentVolume) -> Result<Volume, Status> {
+        let Some(csi) = volume.spec.and_then(|spec| spec.csi) else { return Ok(Volume::default()) };
         let mut context: HashMap<String, String> =
             csi.volume_attributes.unwrap_or_default().into_iter().collect();
         context.remove(optin::KEY);
@@ -330,4 +400,15 @@ impl Context {
         let name = vm.rsplit('/').next().unwrap_or(vm);
         self.node_id.replace("{vm}", vm).replace("{name}", name).replace("{node}", node)
     }
+}
+
+/// Sets the condition of a failed attach.
+async fn not_attached(api: &Api<PeerpodVolume>, object: &PeerpodVolume, why: Status) -> Failure {
+    let (state, text) = ("peerPodVSIIDReady", why.to_string());
+    let reason = ("AttachFailed", text.as_str());
+    // The condition is only for people.
+    if let Err(error) = objects::set_condition(api, object, state, ATTACHED, false, reason).await {
+        warn!(%error, "no condition set");
+    }
+    Failure::Failed(why)
 }

@@ -20,6 +20,11 @@ pub(crate) enum Ownership {
     Node(Publications),
 }
 
+/// Returns the owner of a volume's Lease for this pod of this node.
+pub(crate) fn owner(uid: &str, node: &str) -> LeaseOwner {
+    LeaseOwner { identity: uid.to_owned(), node: node.to_owned(), ..LeaseOwner::default() }
+}
+
 pub(crate) fn lease_name(volume: &VolumeId) -> String {
     format!("peerpod-volume-{volume}")
 }
@@ -30,9 +35,7 @@ impl Ownership {
     pub(crate) async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases, node) => {
-                let (identity, node) = (pod.uid.clone(), node.clone());
-                let owner = LeaseOwner { identity, node, ..LeaseOwner::default() };
-                let taken = lease::take(leases, &lease_name(volume), &owner, None).await;
+                let taken = lease::take(leases, &lease_name(volume), &owner(&pod.uid, node), None).await;
                 match taken.map_err(|why| unknown(name, &why))? {
                     Taken::Ours(_) => Ok(()),
                     Taken::Others { holder, .. } => Err(taken_by(name, &holder)),
@@ -50,7 +53,7 @@ impl Ownership {
     /// Releases a pod's volume. A volume of another owner is no error.
     pub(crate) async fn release(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
-            Ownership::Cluster(leases, _) => release_lease(leases, volume, &pod.uid).await,
+            Ownership::Cluster(leases, node) => release_lease(leases, volume, &owner(&pod.uid, node)).await,
             Ownership::Node(files) => {
                 let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
                 blocking(move || files.give_back(&volume, &uid)).await.map_err(|why| unknown(name, &why))
@@ -59,10 +62,23 @@ impl Ownership {
     }
 }
 
-/// Releases a pod's ownership of a volume, from any process.
-pub(crate) async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, uid: &str) -> Result<(), Status> {
-    let removed = lease::remove(leases, &lease_name(volume), uid).await;
+/// Releases a pod's ownership of a volume, from any process. A Lease of another pod or node is no error.
+pub(crate) async fn release_lease(
+    leases: &Api<Lease>,
+    volume: &VolumeId,
+    owner: &LeaseOwner,
+) -> Result<(), Status> {
+    let removed = lease::remove(leases, &lease_name(volume), owner).await;
     removed.map_err(|why| unknown(volume.as_str(), &why))
+}
+
+/// Returns the pod and the node that a volume's Lease names; `None`: the volume has no owner.
+pub(crate) async fn lease_owner(
+    leases: &Api<Lease>,
+    volume: &VolumeId,
+) -> Result<Option<LeaseOwner>, Status> {
+    let found = lease::owner(leases, &lease_name(volume)).await;
+    found.map_err(|why| unknown(volume.as_str(), &why))
 }
 
 fn taken_by(name: &str, holder: &str) -> Status {

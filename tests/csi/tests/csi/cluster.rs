@@ -3,6 +3,8 @@
 
 #![cfg(test)]
 
+mod hostile;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -139,6 +141,16 @@ impl Setup {
         Ok(pod["metadata"]["uid"].as_str().context("no UID")?.to_owned())
     }
 
+    /// Makes the PeerPod with which the node shows the VM of a pod.
+    fn peerpod(&self, pod: &str, uid: &str, vm: &Vm) -> Result<()> {
+        self.apply(&json!({
+            "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
+            "metadata": {"name": pod, "namespace": "shop",
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": uid}]},
+            "spec": {"instanceID": vm.instance, "nodeName": "worker-1", "sandboxID": vm.sandbox},
+        }))
+    }
+
     fn persistent_volume(&self, id: &str, context: &HashMap<String, String>) -> Result<()> {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "cloud", "namespace": "shop"},
@@ -231,6 +243,7 @@ async fn without_the_custom_resources_it_names_the_command_and_goes_on_when_they
     let path = format!("{}/../../deploy/crds/peerpodvolumes.yaml", env!("CARGO_MANIFEST_DIR"));
     setup.cluster.kubectl(&["apply", "--server-side", "-f", &path])?;
     wait_for("the volume is published", LIMIT, async || Ok(publish(&node, &request).await.ok())).await?;
+    setup.peerpod("web-0", &uid, &vm(false))?;
     setup.records().put_vm(&uid, &vm(false))?;
     let volume = VolumeId::of(DRIVER, &id);
     wait_for("the disk is attached", LIMIT, async || Ok(setup.records().attached(&uid, &volume)?)).await?;
@@ -281,6 +294,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
 
     // The node made the VM. The disk is attached even if both roles of the wrapper are killed and restarted.
     drop(controller);
+    setup.peerpod("web-0", &one, &vm(false))?;
     setup.records().put_vm(&one, &vm(false))?;
     drop(node);
     (controller, node) = (setup.start("controller")?, setup.start("node")?);
@@ -315,6 +329,12 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     assert!(publish(&node, &second).await.is_err());
     assert!(calls::of(&setup.folder, "ControllerUnpublishVolume")?.is_empty(), "detached under a running VM");
     drop(controller);
+    // Pod, PeerPod and PersistentVolume may be gone before the disk is detached.
+    setup.cluster.kubectl(&["delete", "peerpod", "-n", "shop", "web-0"])?;
+    setup.cluster.kubectl(&["delete", "pv", "pv-1", "--wait=false"])?;
+    let finalizers = r#"{"metadata":{"finalizers":null}}"#;
+    setup.cluster.kubectl(&["patch", "pv", "pv-1", "--type=merge", "-p", finalizers])?;
+    assert!(setup.get(&["pv", "pv-1"])?.is_null());
     setup.records().put_vm(&one, &vm(true))?;
     drop(node);
     let (_controller, node) = (setup.start("controller")?, setup.start("node")?);

@@ -1,6 +1,8 @@
 //! Tests the chart's rights. Each role runs as the real program with its own service account and a token like a
 //! kubelet's. It can do all its work, and nothing more.
 
+mod volumes;
+
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -119,107 +121,7 @@ async fn each_role_works_with_its_rights_and_has_no_others() {
     let words = ["annotate", "node", "worker-1", "a=b"];
     refused(&cluster, &unbound, &words, "must be bound to a pod on a node");
     drop((webhook, controller));
-    volumes(&cluster).await;
-}
-
-/// Checks that a driver's own accounts get the rights that peerpod-csi needs besides the driver's. The CSI tests run
-/// the programs.
-async fn volumes(cluster: &Cluster) {
-    for account in ["driver-node", "driver-controller"] {
-        cluster.kubectl(&["create", "serviceaccount", "-n", "shop", account]).unwrap();
-    }
-    for node in ["worker-1", "worker-2"] {
-        pod(
-            cluster,
-            "shop",
-            &format!("csi-{node}"),
-            json!({"nodeName": node, "serviceAccountName": "driver-node"}),
-        );
-    }
-    let node = cluster.kubeconfig_of("shop", "driver-node", Some("csi-worker-1")).await.unwrap();
-    let controller = cluster.kubeconfig_of("shop", "driver-controller", None).await.unwrap();
-    let volume = |name: &str, node: &str| {
-        let file = cluster.folder().join(format!("{name}.json"));
-        let object = json!({"apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerpodVolume",
-            "metadata": {"name": name, "namespace": "shop"}, "spec": {"volumeID": "v", "nodeName": node}});
-        std::fs::write(&file, object.to_string()).unwrap();
-        file
-    };
-    let (own, theirs) = (volume("own", "worker-1"), volume("theirs", "worker-2"));
-    as_who(cluster, &node, &["create", "-f", own.to_str().unwrap()]).unwrap();
-    let why = "a driver on node worker-1 may not change a PeerpodVolume of another node";
-    refused(cluster, &node, &["create", "-f", theirs.to_str().unwrap()], why);
-    cluster.kubectl(&["create", "-f", theirs.to_str().unwrap()]).unwrap();
-    refused(cluster, &node, &["delete", "peerpodvolume", "-n", "shop", "theirs"], why);
-    for words in
-        [&["get", "secrets", "-n", "shop"][..], &["get", "peerpodvolumes", "-A"], &["get", "pods", "-A"]]
-    {
-        refused(cluster, &node, words, "forbidden");
-    }
-    volume_leases(cluster, &node);
-    as_who(cluster, &node, &["get", "pod", "-n", "shop", "web"]).unwrap();
-    for words in [
-        &["get", "peerpodvolumes", "-A"][..],
-        &["get", "pods", "-n", "shop"],
-        &["get", "pv"],
-        &["get", "csinodes"],
-        &["get", "secret", "-n", "shop", "pull"],
-        &["annotate", "peerpodvolume", "-n", "shop", "theirs", "a=b"],
-    ] {
-        as_who(cluster, &controller, words).unwrap();
-    }
-    for words in [
-        &["get", "secrets", "-n", "shop"][..],
-        &["get", "secret", "-n", OWN, "peerpod-webhook-ca"],
-        &["get", "leases", "-n", "shop"],
-        &["get", "nodes"],
-    ] {
-        refused(cluster, &controller, words, "forbidden");
-    }
-    // A driver of shares needs neither pods nor secrets.
-    cluster.kubectl(&["create", "serviceaccount", "-n", "files", "shares-controller"]).unwrap();
-    let shares = cluster.kubeconfig_of("files", "shares-controller", None).await.unwrap();
-    as_who(cluster, &shares, &["get", "pv"]).unwrap();
-    for words in [&["get", "pods", "-n", "shop"][..], &["get", "secret", "-n", "shop", "pull"]] {
-        refused(cluster, &shares, words, "forbidden");
-    }
-}
-
-/// Checks that a driver's node may change the Leases of its own pods' volumes only.
-fn volume_leases(cluster: &Cluster, who: &Path) {
-    let lease = |name: &str, node: Option<&str>, holder: &str| {
-        let file = cluster.folder().join(format!("{}.json", fresh_id("lease")));
-        let marks = node.map(|node| json!({"peerpod.io/node": node})).unwrap_or_else(|| json!({}));
-        let object = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
-            "metadata": {"name": name, "namespace": "shop", "annotations": marks},
-            "spec": {"holderIdentity": holder}});
-        std::fs::write(&file, object.to_string()).unwrap();
-        file.to_str().unwrap().to_owned()
-    };
-    let (own, theirs) = (Some("worker-1"), Some("worker-2"));
-    let free = lease("peerpod-volume-free", theirs, "");
-    let taken = lease("peerpod-volume-taken", theirs, "pod-2");
-    let old = lease("peerpod-volume-old", None, "pod-1");
-    let leader = lease("peerpod-csi-x", None, "replica");
-    for file in [&free, &taken, &old, &leader] {
-        cluster.kubectl(&["create", "-f", file]).unwrap();
-    }
-    as_who(cluster, who, &["create", "-f", &lease("peerpod-volume-own", own, "pod-1")]).unwrap();
-    as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-free", own, "pod-1")]).unwrap();
-    as_who(cluster, who, &["replace", "-f", &lease("peerpod-volume-old", own, "pod-1")]).unwrap();
-    // Of a peerpod-csi of an older release.
-    as_who(cluster, who, &["create", "-f", &lease("peerpod-volume-unmarked", None, "pod-1")]).unwrap();
-    for name in ["own", "free", "old", "unmarked"] {
-        as_who(cluster, who, &["delete", "lease", "-n", "shop", &format!("peerpod-volume-{name}")]).unwrap();
-    }
-    let why = "a driver on node worker-1 may not change lease peerpod-volume-taken of another node";
-    refused(cluster, who, &["replace", "-f", &lease("peerpod-volume-taken", own, "pod-1")], why);
-    refused(cluster, who, &["delete", "lease", "-n", "shop", "peerpod-volume-taken"], why);
-    refused(cluster, who, &["replace", "-f", &lease("peerpod-volume-taken", None, "pod-1")], why);
-    let file = lease("peerpod-volume-new", theirs, "pod-2");
-    refused(cluster, who, &["create", "-f", &file], "may not change lease peerpod-volume-new");
-    let why = "may not change lease peerpod-csi-x, which is of no volume";
-    refused(cluster, who, &["replace", "-f", &lease("peerpod-csi-x", own, "x")], why);
+    volumes::works_and_is_bounded(&cluster).await;
 }
 
 /// Its pod has no token; even with a token the relay may do nothing.
