@@ -79,9 +79,12 @@ pub(crate) fn large_copy(case: &Case<'_>) -> anyhow::Result<()> {
            containers: [{{name: c, image: IMAGE, command: [sh, -c, '{SLEEP}']}}]}}}}"
     ))?;
     case.ready("plain")?;
-    for pod in ["p", "plain"] {
-        let [there, back] = copy_bytes(case, pod, 200_000_000)?;
-        println!("{NOTE}cp of 200 MB, pod {pod}: {there:.0} MB/s there, {back:.0} MB/s back");
+    let [there, back] = copy_bytes(case, "p", 200_000_000)?;
+    println!("{NOTE}cp of 200 MB: {there:.0} MB/s there, {back:.0} MB/s back");
+    // The pod without a VM is for comparison: kubelet and runc can break off its copy.
+    match copy_bytes(case, "plain", 200_000_000) {
+        Ok([there, back]) => println!("{NOTE}without a VM: {there:.0} MB/s there, {back:.0} MB/s back"),
+        Err(error) => println!("{NOTE}without a VM: {error:#}"),
     }
     Ok(())
 }
@@ -96,7 +99,8 @@ fn copy_bytes(case: &Case<'_>, pod: &str, count: u32) -> anyhow::Result<[f64; 2]
     let in_pod = format!("{pod}:/tmp/file");
     let rate = |from: &str, to: &str| -> anyhow::Result<f64> {
         let began = Instant::now();
-        case.kubectl(&["cp", from, to])?;
+        // kubelet may reset the connection with the last bytes on their way, also that of a pod without a VM.
+        case.kubectl(&["cp", "--retries=5", from, to])?;
         Ok(f64::from(count) / 1e6 / began.elapsed().as_secs_f64())
     };
     let rates = [rate(&from.to_string_lossy(), &in_pod)?, rate(&in_pod, &back.to_string_lossy())?];
