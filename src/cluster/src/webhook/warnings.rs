@@ -1,4 +1,4 @@
-//! Tells the user of a pod which of its fields do not do in a VM what they do on a node. Pure.
+//! Warns of a pod's fields that have another effect in a VM than on a node. Pure.
 
 use serde_json::Value;
 

@@ -133,7 +133,7 @@ fn is_shared(volume: &PersistentVolume) -> bool {
 
 fn not_the_owner(found: Option<&LeaseOwner>, wanted: &LeaseOwner) -> Failure {
     let of = |owner: &LeaseOwner| format!("the pod with UID {} on node {:?}", owner.identity, owner.node);
-    let names = found.map_or_else(|| "nobody".to_owned(), of);
+    let names = found.map_or_else(|| "no pod".to_owned(), of);
     Failure::Refused(
         "NotTheOwner",
         format!(

@@ -32,7 +32,7 @@ const UNUSED: [(&str, &str, &str, &str); 20] = [
         "nodes",
         "a PeerPod that is deleted before its node's daemon has deleted the VM",
     ),
-    ("peerpod-controller", "get", PEERPODS, "finalizers that somebody else changes at the same time"),
+    ("peerpod-controller", "get", PEERPODS, "finalizers that another client changes at the same time"),
     ("peerpod-controller", "list", "pods", "an orphan"),
     ("peerpod-controller", "patch", PEERPODS, "the finalizer of a VM that the controller deletes"),
     ("peerpod-controller", "patch", PEERPODS_STATUS, "a VM that is not deleted"),

@@ -323,21 +323,7 @@ fn upgrade(on: &Installed<'_>) -> anyhow::Result<()> {
     let file = file.to_string_lossy();
     let mut copy = on.node.kubectl_command(&["-n", "users", "cp", &file, "talks:/tmp/copied"])?.spawn()?;
     let libvirt = project("providers/libvirt/values.yaml");
-    let chart = project("deploy/chart");
-    on.node.cluster.helm(&[
-        "upgrade",
-        "peerpod",
-        &chart.to_string_lossy(),
-        "-n",
-        NAMESPACE,
-        "-f",
-        &libvirt.to_string_lossy(),
-        "-f",
-        &on.values,
-        "--set-string",
-        "image.tag=2",
-    ])?;
-    on.rolled_out()?;
+    on.helm_upgrade(&["-f", &libvirt.to_string_lossy(), "-f", &on.values, "--set-string", "image.tag=2"])?;
     claims::upgrade(on)?;
     let during = [exec.goes_on()?, logs.goes_on()?];
     ensure!(copy.wait()?.success(), "kubectl cp failed");
@@ -379,6 +365,14 @@ fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
 }
 
 impl Installed<'_> {
+    /// Upgrades the release with these values, and waits until all programs run.
+    fn helm_upgrade(&self, values: &[&str]) -> anyhow::Result<()> {
+        let chart = project("deploy/chart");
+        let chart = chart.to_string_lossy();
+        self.node.cluster.helm(&[&["upgrade", "peerpod", &chart, "-n", NAMESPACE], values].concat())?;
+        self.rolled_out()
+    }
+
     /// Waits until all programs run. The rollout of the relay ends by itself with the values of this test alone.
     fn rolled_out(&self) -> anyhow::Result<()> {
         self.node.kubectl(&["-n", NAMESPACE, "rollout", "status", "ds/peerpod-relay", "--timeout=240s"])?;

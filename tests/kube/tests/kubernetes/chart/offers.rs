@@ -1,7 +1,7 @@
 //! The chart's objects that change or bound pods: the node's capacity, the webhook, the admission policies.
 
 use anyhow::{Context, ensure};
-use peerpod_test_kube::{NODE, project};
+use peerpod_test_kube::NODE;
 use serde_json::Value;
 
 use super::{Installed, NAMESPACE};
@@ -45,18 +45,7 @@ pub(super) fn check(on: &Installed<'_>) -> anyhow::Result<()> {
 
 /// Limits the node to two VMs by the chart's values. The third pod stays, and ends with the drain.
 pub(super) fn capacity(on: &Installed<'_>) -> anyhow::Result<()> {
-    let chart = project("deploy/chart");
-    on.node.cluster.helm(&[
-        "upgrade",
-        "peerpod",
-        &chart.to_string_lossy(),
-        "-n",
-        NAMESPACE,
-        "--reuse-values",
-        "--set",
-        "config.cluster.capacity=2",
-    ])?;
-    on.rolled_out()?;
+    on.helm_upgrade(&["--reuse-values", "--set", "config.cluster.capacity=2"])?;
     let case = Case::of(on.node, "users");
     case.until("the node offers two VMs", || {
         Ok((node(on)?["status"]["allocatable"][RESOURCE] == "2").then_some(()))
