@@ -1,11 +1,12 @@
 //! Serves HTTP/1.1 over TLS on a role's own port, with limits on connections, time and body size. The role computes the
 //! answers ([`Responder`]). May touch: its socket.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -15,7 +16,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use peerpod_base::chain::chain;
 use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
@@ -27,7 +28,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::{ServerConfig, SupportedProtocolVersion};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -259,15 +260,25 @@ async fn late(mut due: watch::Receiver<Option<Instant>>) {
     }
 }
 
-/// Room in memory for long bodies and answers together. Clones share it.
+/// Room in memory for long bodies and answers together. Each address gets half of it at most, so that one caller leaves
+/// room for others. Clones share it.
 #[derive(Clone, Debug)]
-pub(crate) struct Room(Arc<Semaphore>);
+pub(crate) struct Rooms {
+    bytes: usize,
+    all: Arc<Semaphore>,
+    /// Room of each address with a request in flight. [`CONNECTIONS`] limits their number.
+    by_address: Arc<Mutex<HashMap<IpAddr, Weak<Semaphore>>>>,
+}
+
+/// Room for the requests of one address.
+#[derive(Debug)]
+pub(crate) struct Room([Arc<Semaphore>; 2]);
 
 /// Bytes with the room that they take.
 #[derive(Debug, Default)]
 pub(crate) struct Roomed {
     pub(crate) bytes: Vec<u8>,
-    room: Option<OwnedSemaphorePermit>,
+    room: Vec<OwnedSemaphorePermit>,
 }
 
 impl AsRef<[u8]> for Roomed {
@@ -276,25 +287,51 @@ impl AsRef<[u8]> for Roomed {
     }
 }
 
-impl Room {
+impl Rooms {
     /// Makes room for this many bytes, beyond the first [`SMALL`] of each body and answer.
-    pub(crate) fn new(bytes: usize) -> Room {
-        Room(Arc::new(Semaphore::new(bytes)))
+    pub(crate) fn new(bytes: usize) -> Rooms {
+        Rooms { bytes, all: Arc::new(Semaphore::new(bytes)), by_address: Arc::default() }
+    }
+
+    /// Returns the room of this address.
+    pub(crate) fn of(&self, address: IpAddr) -> Room {
+        let mut by_address = self.by_address.lock();
+        by_address.retain(|_, room| room.strong_count() > 0);
+        let room = by_address.entry(address.to_canonical()).or_default();
+        let own = room.upgrade().unwrap_or_else(|| Arc::new(Semaphore::new(self.bytes / 2)));
+        *room = Arc::downgrade(&own);
+        Room([own, self.all.clone()])
+    }
+}
+
+impl Room {
+    /// Returns no room: a body has at most [`SMALL`] bytes.
+    pub(crate) fn none() -> Room {
+        let none = Arc::new(Semaphore::new(0));
+        Room([none.clone(), none])
     }
 
     /// Waits for room for the bytes and `more` of them, and adds these.
     pub(crate) async fn add(&self, to: &mut Roomed, more: &[u8]) -> Result<(), (StatusCode, String)> {
-        let held = to.room.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let held = to.room.first().map_or(0, OwnedSemaphorePermit::num_permits);
         let missing = (to.bytes.len() + more.len()).saturating_sub(SMALL + held);
         if missing > 0 {
             let wanted = u32::try_from(missing).unwrap_or(u32::MAX);
-            let Ok(Ok(room)) = timeout(ROOM_WITHIN, self.0.clone().acquire_many_owned(wanted)).await else {
+            let taken = async {
+                let mut taken = Vec::new();
+                for room in &self.0 {
+                    taken.push(room.clone().acquire_many_owned(wanted).await?);
+                }
+                Ok::<_, AcquireError>(taken)
+            };
+            let Ok(Ok(taken)) = timeout(ROOM_WITHIN, taken).await else {
                 let why = "too many long requests at once; ask again".to_owned();
                 return Err((StatusCode::SERVICE_UNAVAILABLE, why));
             };
-            match &mut to.room {
-                Some(held) => held.merge(room),
-                None => to.room = Some(room),
+            if to.room.is_empty() {
+                to.room = taken;
+            } else {
+                to.room.iter_mut().zip(taken).for_each(|(held, more)| held.merge(more));
             }
         }
         to.bytes.extend_from_slice(more);
@@ -349,17 +386,26 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn long_bytes_share_room_and_short_ones_need_none() {
-        let room = Room::new(SMALL);
-        let (mut long, mut other, mut small) = (Roomed::default(), Roomed::default(), Roomed::default());
-        for _ in 0..4 {
+        let rooms = Rooms::new(3 * SMALL);
+        let of = |address: &str| rooms.of(address.parse().unwrap());
+        let room = of("10.0.0.7");
+        let [mut long, mut other, mut small, mut third] = std::array::from_fn(|_| Roomed::default());
+        for _ in 0..5 {
             room.add(&mut long, &[0; SMALL / 2]).await.unwrap();
         }
         room.add(&mut small, &[0; SMALL]).await.unwrap();
         room.add(&mut other, &[0; SMALL]).await.unwrap();
-        let (status, _) = room.add(&mut other, &[0]).await.unwrap_err();
+        let same = of("::ffff:10.0.0.7");
+        let (status, _) = same.add(&mut other, &[0]).await.unwrap_err();
         assert_eq!((status, other.bytes.len()), (StatusCode::SERVICE_UNAVAILABLE, SMALL));
+        of("10.0.0.8").add(&mut other, &vec![0; SMALL * 3 / 2]).await.expect("half is left for others");
+        let all_is_taken = of("10.0.0.9").add(&mut third, &[0; SMALL + 1]).await.unwrap_err();
+        assert_eq!(all_is_taken.0, StatusCode::SERVICE_UNAVAILABLE);
         drop(long);
-        room.add(&mut other, &[0; SMALL]).await.unwrap();
+        of("10.0.0.9").add(&mut third, &[0; SMALL + 1]).await.unwrap();
+        drop((room, same, other, third));
+        of("10.0.0.10");
+        assert_eq!(rooms.by_address.lock().len(), 1, "nothing is kept of those that have gone");
     }
 
     #[tokio::test(start_paused = true)]

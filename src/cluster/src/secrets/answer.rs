@@ -178,7 +178,7 @@ impl Responder for Desk {
 
 async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
     // No body is so long that it needs room.
-    let body = serve::body(request, MOST_BODY, "a request", &Room::new(0)).await;
+    let body = serve::body(request, MOST_BODY, "a request", &Room::none()).await;
     let body = body.map_err(|(status, said)| no(status, Outcome::Malformed, said))?;
     serde_json::from_slice(&body.bytes)
         .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))

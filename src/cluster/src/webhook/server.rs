@@ -25,7 +25,7 @@ use super::metrics::{Metrics, Outcome};
 use super::mutate::Profile;
 use super::review;
 use crate::authority::served::ends;
-use crate::serve::{self, Reply, Responder, Room, Roomed, reply, text};
+use crate::serve::{self, Reply, Responder, Roomed, Rooms, reply, text};
 
 /// Path that the API server posts to, as in the replaced webhook.
 const PATH: &str = "/mutate-v1-pod";
@@ -59,7 +59,7 @@ struct Shared {
     profile: Profile,
     excluded: Vec<String>,
     metrics: Metrics,
-    room: Room,
+    rooms: Rooms,
     evaluations: Semaphore,
 }
 
@@ -110,7 +110,7 @@ pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
         profile: config.profile,
         excluded: config.excluded,
         metrics,
-        room: Room::new(ROOM),
+        rooms: Rooms::new(ROOM),
         evaluations: Semaphore::new(EVALUATIONS),
     };
     Ok(BoundWebhook { address, admin, listener, tls, parts, shared: Arc::new(shared), ready })
@@ -143,7 +143,7 @@ impl Responder for Shared {
     /// one address.
     const PER_ADDRESS: usize = 768;
 
-    async fn answer(&self, request: Request<Incoming>, _: SocketAddr) -> Reply {
+    async fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> Reply {
         if request.uri().path() != PATH {
             return text(StatusCode::NOT_FOUND, &format!("try {PATH}\n"));
         }
@@ -151,7 +151,7 @@ impl Responder for Shared {
             return text(StatusCode::METHOD_NOT_ALLOWED, "post an AdmissionReview\n");
         }
         let began = Instant::now();
-        match self.evaluate(request).await {
+        match self.evaluate(request, peer).await {
             Ok((answer, outcome)) => {
                 self.metrics.answered(outcome, began.elapsed());
                 reply(StatusCode::OK, "application/json", answer)
@@ -166,8 +166,13 @@ impl Responder for Shared {
 }
 
 impl Shared {
-    async fn evaluate(&self, request: Request<Incoming>) -> Result<(Bytes, Outcome), (StatusCode, String)> {
-        let body = serve::body(request, MOST_BODY, "a review", &self.room).await?;
+    async fn evaluate(
+        &self,
+        request: Request<Incoming>,
+        peer: SocketAddr,
+    ) -> Result<(Bytes, Outcome), (StatusCode, String)> {
+        let room = self.rooms.of(peer.ip());
+        let body = serve::body(request, MOST_BODY, "a review", &room).await?;
         let (answer, outcome) = {
             // Fails only when the semaphore is closed, which never happens.
             let _turn = self.evaluations.acquire().await;
@@ -176,7 +181,7 @@ impl Shared {
         };
         drop(body);
         let mut roomed = Roomed::default();
-        self.room.add(&mut roomed, answer.as_bytes()).await?;
+        room.add(&mut roomed, answer.as_bytes()).await?;
         Ok((Bytes::from_owner(roomed), outcome))
     }
 

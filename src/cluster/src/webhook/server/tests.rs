@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 struct Served {
     address: SocketAddr,
     admin: SocketAddr,
-    room: Room,
+    rooms: Rooms,
     root: CertificateDer<'static>,
     shutdown: Shutdown,
     ended: tokio::task::JoinHandle<Result<()>>,
@@ -73,9 +73,9 @@ impl Served {
         .unwrap();
         let shutdown = Shutdown::default();
         let (address, admin, told) = (bound.address, bound.admin, shutdown.clone());
-        let room = bound.shared.room.clone();
+        let rooms = bound.shared.rooms.clone();
         let ended = tokio::spawn(async move { bound.run(&told).await });
-        Served { address, admin, room, root: pair.cert.der().clone(), shutdown, ended, folder }
+        Served { address, admin, rooms, root: pair.cert.der().clone(), shutdown, ended, folder }
     }
 
     async fn connect(&self) -> tokio_rustls::client::TlsStream<TcpStream> {
@@ -223,7 +223,12 @@ async fn long_reviews_share_room_and_small_ones_need_none() {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
     let mut all = Roomed::default();
-    served.room.add(&mut all, &vec![0; SMALL + ROOM]).await.unwrap();
+    let of = |address: &str| served.rooms.of(address.parse().unwrap());
+    of("127.0.0.2").add(&mut all, &vec![0; SMALL + ROOM / 2]).await.unwrap();
+    let answer = served.post(&large).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "another address took its half: {answer}");
+    let mut rest = Roomed::default();
+    of("127.0.0.3").add(&mut rest, &vec![0; SMALL + ROOM / 2]).await.unwrap();
     let (answer, refused) = tokio::join!(served.post(&small), served.post(&large));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
