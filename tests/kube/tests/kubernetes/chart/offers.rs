@@ -37,7 +37,7 @@ pub(super) fn check(on: &Installed<'_>) -> anyhow::Result<()> {
     // Without a token that is bound to a pod of the node.
     let account = format!("--as=system:serviceaccount:{NAMESPACE}:peerpod-node");
     let annotation = "kata.peerpods.io/caa-owner=another";
-    let changed = on.node.kubectl(&["annotate", "node", NODE, annotation, &account]);
+    let changed = on.node.kubectl(&["annotate", "node", NODE, annotation, "--overwrite", &account]);
     let error = changed.err().context("the admission policy lets a daemon of no node change a Node")?;
     ensure!(error.to_string().contains("must be bound to a pod on a node"), "{error:#}");
     Ok(())
