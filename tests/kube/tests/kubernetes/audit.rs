@@ -14,7 +14,10 @@ use crate::node::Node;
 const ACCOUNTS: [&str; 2] = ["system:serviceaccount:peerpod-system:", "system:serviceaccount:csi-hostpath:"];
 
 /// Account, verb and resource of the rights that nothing here needs, each with its user.
-const UNUSED: [(&str, &str, &str, &str); 20] = [
+const UNUSED: [(&str, &str, &str, &str); 23] = [
+    ("driver-controller", "create", EVENTS, "an attach or detach that is refused"),
+    ("driver-controller", "patch", EVENTS, "the same, again"),
+    ("driver-controller", "list", PEERPODS, "a disk that the driver attaches (csi.attach: driver)"),
     ("driver-controller", "delete", "leases.coordination.k8s.io", "the owner of a disk on a lost node"),
     ("driver-controller", "get", VOLUMES, "a disk that the driver attaches (csi.attach: driver)"),
     ("driver-controller", "patch", VOLUMES, "a disk that the driver attaches (csi.attach: driver)"),
