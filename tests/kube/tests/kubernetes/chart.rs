@@ -94,7 +94,7 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
         ("each container has the rights that the chart asks for, and no more", rights::check),
         (FIRST_POD, first_pod),
         ("Node, webhook and admission policies are those of the chart", offers::check),
-        ("a dozen cases in VMs of libvirt", dozen),
+        ("a dozen cases and OOMKilled in VMs of libvirt", dozen),
         (CHURN, churn),
         ("an image of a private registry, by the secret of pod and of service account", private_image),
         ("an image that takes longer than the shim waits, with its progress in Events", slow_image),
@@ -192,7 +192,8 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
 
 fn dozen(on: &Installed<'_>) -> anyhow::Result<()> {
     let wanted = env::var("PEERPOD_TEST_CASES").unwrap_or_default();
-    let is_wanted = |name: &str| OF_SLICE.contains(&name) && (wanted == SLICE || name.contains(&wanted));
+    let is_named = |name: &str| OF_SLICE.contains(&name) || name == "OOMKilled";
+    let is_wanted = |name: &str| is_named(name) && (wanted == SLICE || name.contains(&wanted));
     let cases = CASES.iter().filter(|(name, _)| is_wanted(name)).enumerate();
     let (cases, failed) = (Mutex::new(cases), Mutex::new(Vec::new()));
     thread::scope(|scope| {
