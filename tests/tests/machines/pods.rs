@@ -56,7 +56,7 @@ async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<
     if output.status == 0 { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Walks with the encrypted tunnel. The other tests, and those of the disk image, use the plain one; one lets the node
+/// Walks with the encrypted tunnel, like the test of the disk image. The other tests use the plain one; one lets the node
 /// choose it.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_pod_in_a_real_machine_with_the_encrypted_tunnel_from_create_to_exec_and_removal() {

@@ -1,6 +1,6 @@
-//! Walks the e2e stages with the disk image in a real libvirtd: UEFI, a verified root, systemd, and the guest as a
-//! service. `pods.rs` tests all other behaviour of machines with the minimal image, which boots faster. Needs root and
-//! `make image`.
+//! Walks the e2e stages with the disk image in a real libvirtd: UEFI, a verified root, systemd, the guest as a service,
+//! and the encrypted tunnel. `pods.rs` tests all other behaviour of machines with the minimal image, which boots faster.
+//! Needs root and `make image`.
 
 use super::images_common;
 use std::ffi::OsStr;
@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use images_common::{Registry, ordinary};
 use peerpod_client::{SHARED_CONTAINERS, copy_file, exec_request};
 use peerpod_tests::machines::{PATIENCE, Place};
-use peerpod_tests::{CONTAINER, Sandbox, of_image, stop_promptly};
+use peerpod_tests::{CONTAINER, Sandbox, of_image, sample, stop_promptly};
 use peerpod_world::page::PageServer;
 use peerpod_world::ping::ping;
 use peerpod_world::{Daemons, binary, eventually};
@@ -66,7 +66,7 @@ fn shell(script: &str) -> [String; 4] {
 async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_removal() {
     let place = Place::uefi();
     let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
-    let settings = registry.settings(&place.settings, IMAGE);
+    let settings = registry.settings(&place.settings, IMAGE).set("tunnel.kind", "wireguard");
     let mut daemons = Daemons::start(&place.world, settings).await.unwrap();
     let machine = Machine::start(&place, &daemons).await;
     for entry in daemons.ledger().unwrap() {
@@ -86,6 +86,9 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
         assert!(page.contains(&to.to_string()), "{page}");
     }
     drop(server);
+
+    let peers = sample(&daemons.metrics("relay").unwrap(), "peerpod_relay_wireguard_peers").unwrap();
+    assert_eq!(peers, 1.0);
 
     // A program of the image.
     let version = machine.0.run(&["/bin/mount", "--version"]).await.unwrap();
