@@ -469,8 +469,8 @@ impl Drop for StateDisk {
     }
 }
 
-/// No write to the state folder ends, as on a stalled disk. Stops are answered all the same, and are not lost when both
-/// daemons are killed meanwhile.
+/// Each write to the state folder takes 5 s, and then none ends, as on a stalled disk. Stops are answered all the same,
+/// and are not lost when both daemons are killed meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     let world = World::new().unwrap();
@@ -483,10 +483,27 @@ async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     for name in ["one", "two"] {
         sandboxes.push(Sandbox::start(&world, &daemons, name).await.unwrap());
     }
+    let shim = &sandboxes[0].shim;
+    let stops = daemons.run_dir().join("stops");
+    let none_is_kept = || std::fs::read_dir(&stops).ok()?.next().is_none().then_some(());
+    disk.freeze();
+    let unknown: Vec<String> = (0..100).map(|_| fresh_id("slow")).collect();
+    let stopped = join_all(unknown.iter().map(|id| stop_in_time(shim, id))).await;
+    let is_kept = none_is_kept().is_none();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    disk.thaw();
+    for stop in stopped {
+        stop.unwrap_or_else(|error| panic!("{error:#}\n{}", daemons.log_tails()));
+    }
+    assert!(is_kept, "the run folder has the stops that the disk has not");
+    for id in &unknown {
+        daemons.gone(id, PATIENCE).await.unwrap();
+    }
+    eventually("no stop is kept any more", PATIENCE, async || none_is_kept()).await.unwrap();
+
     disk.freeze();
     let unknown = (sandboxes.len()..100).map(|_| fresh_id("none"));
     let ids: Vec<String> = sandboxes.iter().map(|one| one.id.clone()).chain(unknown).collect();
-    let shim = &sandboxes[0].shim;
     let stopped = join_all(ids.iter().map(|id| stop_in_time(shim, id))).await;
     // Both are killed before a write ends; the kernel ends a process that writes only after the thaw.
     let pids = [daemons.relay_pid().unwrap(), daemons.node_pid().unwrap()];
@@ -507,11 +524,7 @@ async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     for id in &ids {
         daemons.gone(id, PATIENCE).await.unwrap();
     }
-    eventually("no stop is kept any more", PATIENCE, async || {
-        std::fs::read_dir(daemons.run_dir().join("stops")).ok()?.next().is_none().then_some(())
-    })
-    .await
-    .unwrap();
+    eventually("no stop is kept any more", PATIENCE, async || none_is_kept()).await.unwrap();
     daemons.terminate_node().unwrap();
     daemons.terminate_relay().unwrap();
     drop(disk);
