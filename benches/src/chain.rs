@@ -29,6 +29,8 @@ pub(crate) enum Kind {
     Splice,
     /// Peerpod's endpoints with the filters of relay and guest.
     Relay,
+    /// The same without the relay's counters.
+    Uncounted,
 }
 
 impl Kind {
@@ -36,6 +38,7 @@ impl Kind {
         match self {
             Kind::Splice => "splice",
             Kind::Relay => "relay",
+            Kind::Uncounted => "uncounted",
         }
     }
 }
@@ -90,6 +93,19 @@ pub(crate) fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
     Ok(Duration::from_nanos(total))
 }
 
+/// Starts an agent in a process of its own and passes its socket to `work`.
+pub(crate) fn with_agent(
+    folder: &Path,
+    work: impl FnOnce(&Path) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let socket = folder.join("agent.sock");
+    let (mut agent, _) = role(&["agent"], folder, &socket)?;
+    let outcome = work(&socket);
+    agent.kill()?;
+    agent.wait()?;
+    outcome
+}
+
 /// Starts this program in a role and waits for the one line that it prints when it is ready.
 pub(crate) fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
     let mut child = Command::new(std::env::current_exe()?)
@@ -142,10 +158,10 @@ pub(crate) async fn play(words: &[String]) -> anyhow::Result<()> {
     let socket = PathBuf::from(std::env::var_os("BENCH_SOCKET").context("BENCH_SOCKET")?);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     match words[..] {
-        ["near", kind, tls] => near(kind == "relay", (tls == "tls").then_some(&folder), &socket).await,
+        ["near", kind, tls] => near(kind, (tls == "tls").then_some(&folder), &socket).await,
         ["far", kind, tls, address] => {
             let to: SocketAddr = address.parse()?;
-            far(kind == "relay", (tls == "tls").then_some(&folder), to, socket).await
+            far(kind != Kind::Splice.name(), (tls == "tls").then_some(&folder), to, socket).await
         }
         _ => bail!("no such role: {words:?}"),
     }
@@ -154,7 +170,7 @@ pub(crate) async fn play(words: &[String]) -> anyhow::Result<()> {
 trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
 
-async fn near(relay: bool, folder: Option<&PathBuf>, socket: &Path) -> anyhow::Result<()> {
+async fn near(kind: &str, folder: Option<&PathBuf>, socket: &Path) -> anyhow::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let shims = UnixListener::bind(socket)?;
     let acceptor = match folder {
@@ -165,8 +181,9 @@ async fn near(relay: bool, folder: Option<&PathBuf>, socket: &Path) -> anyhow::R
         None => None,
     };
     println!("{}", listener.local_addr()?);
-    if relay {
-        let (endpoint, handle) = Endpoint::new(Role::Relay, Near(Arc::default()), Limits::default());
+    if kind != Kind::Splice.name() {
+        let near = Near { shared: Arc::default(), is_counted: kind != Kind::Uncounted.name() };
+        let (endpoint, handle) = Endpoint::new(Role::Relay, near, Limits::default());
         tokio::spawn(endpoint.run());
         let (tcp, peer) = listener.accept().await?;
         tune(&tcp)?;
@@ -231,11 +248,18 @@ async fn far(relay: bool, folder: Option<&PathBuf>, to: SocketAddr, agent: PathB
     }
 }
 
-struct Near(Arc<Shared>);
+struct Near {
+    shared: Arc<Shared>,
+    is_counted: bool,
+}
 
 impl Handler for Near {
     fn filter(&mut self) -> Box<dyn Filter> {
-        Box::new(AgentFilter::new(self.0.clone(), Bounds::default()))
+        let (shared, bounds) = (self.shared.clone(), Bounds::default());
+        match self.is_counted {
+            true => Box::new(AgentFilter::new(shared, bounds)),
+            false => Box::new(AgentFilter::uncounted(shared, bounds)),
+        }
     }
     fn dial(&mut self) -> BoxFuture<'static, std::io::Result<UnixStream>> {
         Box::pin(async { Err(std::io::Error::other("the relay dials nothing")) })

@@ -1,7 +1,7 @@
 //! Measures speed as ratios against a reference in the same run. `make bench` prints a table, writes
 //! `target/bench/summary.json` and fails when a gate is missed.
-//! `peerpod-benches relay net ready check thousand machines stdin` runs only the named parts and keeps the other figures in
-//! the file.
+//! `peerpod-benches relay telemetry net ready check thousand machines stdin` runs only the named parts and keeps the other
+//! figures in the file.
 
 mod agent;
 mod chain;
@@ -16,6 +16,7 @@ mod relay;
 mod report;
 mod stages;
 mod stdin;
+mod telemetry;
 mod thousand;
 
 use std::path::{Path, PathBuf};
@@ -57,6 +58,9 @@ fn main() -> anyhow::Result<()> {
     let outcome = (|| {
         if wanted("relay") {
             on_one_processor(|| relay::run(&folder, &mut report))?;
+        }
+        if wanted("telemetry") {
+            on_one_processor(|| telemetry::run(&folder, &mut report))?;
         }
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         if wanted("net") {

@@ -3,12 +3,11 @@
 //! `on_one_processor`).
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
-use peerpod_relay::agent::filter::Shared;
 
-use crate::chain::{Kind, Pair, make_certificates, role};
+use crate::chain::{Kind, Pair, make_certificates, with_agent};
 use crate::load::{Call, Client, median};
 use crate::report::{Goal, Report};
 
@@ -27,12 +26,7 @@ const RELAY_TLS: usize = 4;
 /// Runs all measurements.
 pub(crate) fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     make_certificates(folder)?;
-    let agent = folder.join("agent.sock");
-    let (mut agent_process, _) = role(&["agent"], folder, &agent)?;
-    let outcome = chains(folder, &agent, report);
-    agent_process.kill()?;
-    agent_process.wait()?;
-    outcome
+    with_agent(folder, |agent| chains(folder, agent, report))
 }
 
 fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()> {
@@ -81,13 +75,6 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         "ReadStdout 1 MiB, p50",
     );
     report.figure("splice_1m_tls_vs_direct", ratio(&m1, SPLICE_TLS, DIRECT), Goal::None, "");
-    let with_counters = small[RELAY_TLS];
-    report.figure(
-        "telemetry_cost_small_call",
-        with_counters / (with_counters - telemetry()),
-        Goal::AtMost(1.03),
-        "p50 of a Check by the relay / the same without its counters",
-    );
     report.figure("direct_small_us", small[DIRECT] * 1e6, Goal::None, "the 1x of this run");
 
     let (mut direct, mut relay) = (Vec::new(), Vec::new());
@@ -112,24 +99,6 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
         "CPU s per 100k Checks, both ends, TLS",
     );
     Ok(())
-}
-
-/// Returns the seconds that the relay spends on the counters of one small call: the bytes of its request and its answer,
-/// and, by the same operations, their frames.
-fn telemetry() -> f64 {
-    const CALLS: u32 = 1_000_000;
-    let counters = Shared::default();
-    let rounds = (0..ROUNDS).map(|_| {
-        let began = Instant::now();
-        for _ in 0..CALLS {
-            for bytes in [std::hint::black_box(64), 1] {
-                counters.sent(bytes);
-                counters.received(bytes);
-            }
-        }
-        began.elapsed().as_secs_f64() / f64::from(CALLS)
-    });
-    rounds.fold(f64::MAX, f64::min)
 }
 
 /// Measures the same small call with an agent that is a ttrpc server with Kata's whole API, like the real one.

@@ -15,6 +15,8 @@ pub(crate) enum Goal {
     AtLeast(f64),
     /// At least this, or the run fails: a condition of every release.
     Gate(f64),
+    /// At most this, or the run fails: a condition of every release.
+    Limit(f64),
     /// Exactly this, or the run fails: a fact, not a measurement.
     Exactly(f64),
     /// No goal.
@@ -24,7 +26,7 @@ pub(crate) enum Goal {
 impl Goal {
     fn is_met(self, value: f64) -> bool {
         match self {
-            Goal::AtMost(goal) => value <= goal,
+            Goal::AtMost(goal) | Goal::Limit(goal) => value <= goal,
             Goal::AtLeast(goal) | Goal::Gate(goal) => value >= goal,
             Goal::Exactly(goal) => value == goal,
             Goal::None => true,
@@ -34,12 +36,12 @@ impl Goal {
     /// Returns whether a run that misses the goal fails. The table shows other missed goals: a busy machine misses
     /// them, too.
     fn must_hold(self) -> bool {
-        matches!(self, Goal::Gate(_) | Goal::Exactly(_))
+        matches!(self, Goal::Gate(_) | Goal::Limit(_) | Goal::Exactly(_))
     }
 
     fn verdict(self, value: f64) -> (String, &'static str) {
         let wanted = match self {
-            Goal::AtMost(goal) => format!("<= {goal}"),
+            Goal::AtMost(goal) | Goal::Limit(goal) => format!("<= {goal}"),
             Goal::AtLeast(goal) | Goal::Gate(goal) => format!(">= {goal}"),
             Goal::Exactly(goal) => format!("= {goal}"),
             Goal::None => return (String::new(), ""),
@@ -132,6 +134,8 @@ mod tests {
         let cases = [
             (0.87, Goal::Gate(0.88), false),
             (0.88, Goal::Gate(0.88), true),
+            (1.031, Goal::Limit(1.03), false),
+            (1.03, Goal::Limit(1.03), true),
             (1449.0, Goal::Exactly(1450.0), false),
             (1450.0, Goal::Exactly(1450.0), true),
             (2.0, Goal::AtMost(1.0), true),

@@ -99,16 +99,24 @@ impl Shared {
         Shared { sandbox, totals, ..Shared::default() }
     }
 
-    /// Counts bytes to the guest.
-    pub fn sent(&self, bytes: usize) {
+    fn count_bytes_to_guest(&self, bytes: usize) {
         self.bytes_to_guest.fetch_add(bytes as u64, Relaxed);
         self.totals.bytes_to_guest.inc_by(bytes as u64);
     }
 
-    /// Counts bytes from the guest.
-    pub fn received(&self, bytes: usize) {
+    fn count_bytes_from_guest(&self, bytes: usize) {
         self.bytes_from_guest.fetch_add(bytes as u64, Relaxed);
         self.totals.bytes_from_guest.inc_by(bytes as u64);
+    }
+
+    fn count_frame_to_guest(&self) {
+        self.frames_to_guest.fetch_add(1, Relaxed);
+        self.totals.frames_to_guest.inc();
+    }
+
+    fn count_frame_from_guest(&self) {
+        self.frames_from_guest.fetch_add(1, Relaxed);
+        self.totals.frames_from_guest.inc();
     }
 }
 
@@ -163,9 +171,9 @@ struct Standing {
     own_answers: Vec<u8>,
 }
 
-/// Filter of one connection.
+/// Filter of one connection. Without `COUNTED` it counts no bytes and no frames; the benchmarks measure the difference.
 #[derive(Debug)]
-pub struct AgentFilter {
+pub struct AgentFilter<const COUNTED: bool = true> {
     shared: Arc<Shared>,
     bounds: Bounds,
     /// Streams that wait for an answer. The shim chooses the numbers; it is root here, so collisions ([`IdMap`]) are no
@@ -185,6 +193,19 @@ pub struct AgentFilter {
 impl AgentFilter {
     /// Makes a filter for a new connection of the sandbox that `shared` belongs to.
     pub fn new(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter {
+        AgentFilter::make(shared, bounds)
+    }
+}
+
+impl AgentFilter<false> {
+    /// Makes the same filter without counters.
+    pub fn uncounted(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter<false> {
+        AgentFilter::make(shared, bounds)
+    }
+}
+
+impl<const COUNTED: bool> AgentFilter<COUNTED> {
+    fn make(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter<COUNTED> {
         AgentFilter {
             shared,
             bounds,
@@ -199,6 +220,12 @@ impl AgentFilter {
         }
     }
 
+    fn count(&self, count: impl FnOnce(&Shared)) {
+        if COUNTED {
+            count(&self.shared);
+        }
+    }
+
     /// Handles the complete header of a request: decides whether the request passes.
     fn admit(&mut self, header: &Header, peer: &mut BytesMut, local: &mut BytesMut) -> Fate {
         if let Some((code, message)) = self.refusal(header) {
@@ -209,8 +236,7 @@ impl AgentFilter {
         if header.kind == frame::REQUEST {
             self.await_answer(header.stream, Vec::new());
         }
-        self.shared.frames_to_guest.fetch_add(1, Relaxed);
-        self.shared.totals.frames_to_guest.inc();
+        self.count(Shared::count_frame_to_guest);
         if header.kind == frame::REQUEST {
             return Fate::Look(header.encode().to_vec());
         }
@@ -330,8 +356,7 @@ impl AgentFilter {
     /// Handles the complete header of a guest's frame: decides whether it answers a pending call.
     fn deliver(&mut self, header: &Header, local: &mut BytesMut) -> Fate {
         let length = header.length as usize;
-        self.shared.frames_from_guest.fetch_add(1, Relaxed);
-        self.shared.totals.frames_from_guest.inc();
+        self.count(Shared::count_frame_from_guest);
         let answers = matches!(header.kind, frame::RESPONSE | frame::DATA);
         if !(answers && self.pending.contains_key(&header.stream)) {
             self.shared.dropped.fetch_add(1, Relaxed);
@@ -456,15 +481,15 @@ fn split_frames(mut bytes: &[u8]) -> Option<Vec<(Header, &[u8])>> {
     bytes.is_empty().then_some(frames)
 }
 
-impl Drop for AgentFilter {
+impl<const COUNTED: bool> Drop for AgentFilter<COUNTED> {
     fn drop(&mut self) {
         self.shared.pending.fetch_sub(self.pending.len(), Relaxed);
     }
 }
 
-impl Filter for AgentFilter {
+impl<const COUNTED: bool> Filter for AgentFilter<COUNTED> {
     fn from_local(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
-        self.shared.sent(input.len());
+        self.count(|shared| shared.count_bytes_to_guest(input.len()));
         while let Some(piece) = self.requests.next(&mut input) {
             match piece {
                 Piece::Head(header) => self.request = self.admit(&header, peer, local),
@@ -481,7 +506,7 @@ impl Filter for AgentFilter {
     }
 
     fn from_peer(&mut self, mut input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
-        self.shared.received(input.len());
+        self.count(|shared| shared.count_bytes_from_guest(input.len()));
         while let Some(piece) = self.answers.next(&mut input) {
             match piece {
                 Piece::Head(header) => self.answer = self.deliver(&header, local),
@@ -502,7 +527,7 @@ impl Filter for AgentFilter {
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
         let passes = matches!(self.request, Fate::Pass) && self.requests.pass(input.len());
         if passes {
-            self.shared.sent(input.len());
+            self.count(|shared| shared.count_bytes_to_guest(input.len()));
         }
         passes
     }
@@ -510,7 +535,7 @@ impl Filter for AgentFilter {
     fn passes_from_peer(&mut self, input: &[u8]) -> bool {
         let passes = matches!(self.answer, Fate::Pass) && self.answers.pass(input.len());
         if passes {
-            self.shared.received(input.len());
+            self.count(|shared| shared.count_bytes_from_guest(input.len()));
         }
         passes
     }
