@@ -16,6 +16,8 @@ use serde_json::{Value, from_value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
 pub(super) const NAMESPACE: &str = "peerpod-system";
+/// Name of the port of peerpod-csi's metrics.
+const CSI_PORT: &str = "peerpod-csi";
 
 /// Returns every provider that has a values file, with the file. The fake one is in the tests' folder.
 pub(super) fn providers() -> Vec<(String, PathBuf)> {
@@ -143,6 +145,13 @@ fn metrics_are_served_and_found_by_the_values() {
             assert!(object["spec"]["groups"][0]["rules"][0]["alert"].is_string(), "{object}");
         }
     }
+    let drivers = json!([{"namespace": "a", "controllerServiceAccount": "c", "nodeServiceAccount": "n"}]);
+    let set = format!("csi.drivers={drivers}");
+    let with_csi =
+        render(&home.0, &["--set", "metrics.podMonitor.enabled=true", "--set-json", &set]).unwrap();
+    let csi = &object(&with_csi, "PodMonitor", "peerpod-csi").unwrap()["spec"];
+    assert_eq!(csi["namespaceSelector"], json!({"matchNames": ["a"]}));
+    assert_eq!(csi["podMetricsEndpoints"], json!([{"port": CSI_PORT}]), "the port's name in deploy/csi");
     let dashboard = all.iter().find(|object| object["metadata"]["name"] == "peerpod-dashboard").unwrap();
     let dashboard: Value = serde_json::from_str(dashboard["data"]["peerpod.json"].as_str().unwrap()).unwrap();
     assert_eq!(dashboard["uid"], "peerpod");
@@ -555,21 +564,25 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     cluster.kubectl(&["apply", "-k", project("deploy/csi-example").to_str().unwrap()]).unwrap();
     let controllers: Api<Deployment> = Api::namespaced(client.clone(), DRIVER);
     let controller = controllers.get("driver-controller").await.unwrap();
-    let spec = serde_json::to_value(controller.spec.unwrap().template.spec).unwrap();
+    let template = controller.spec.unwrap().template;
+    assert_eq!(template.metadata.unwrap().labels.unwrap()["peerpod.io/csi"], "controller");
+    let spec = serde_json::to_value(template.spec).unwrap();
     let of = |spec: &Value, name: &str| {
         let all = spec["containers"].as_array().unwrap();
         all.iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("{name} in {all:?}")).clone()
     };
-    let ours = of(&spec, "peerpod-csi");
-    assert!(ours["securityContext"]["privileged"].is_null());
-    assert_eq!(ours["command"], json!(["/usr/bin/peerpod-csi", "controller"]));
+    let controllers_own = of(&spec, "peerpod-csi");
+    assert!(controllers_own["securityContext"]["privileged"].is_null());
+    assert_eq!(controllers_own["command"], json!(["/usr/bin/peerpod-csi", "controller"]));
     for sidecar in ["csi-provisioner", "csi-attacher"] {
         assert_eq!(of(&spec, sidecar)["args"], json!(["--csi-address=/csi/peerpod.sock"]), "{sidecar}");
     }
 
     let nodes: Api<DaemonSet> = Api::namespaced(client.clone(), DRIVER);
     let node = nodes.get("driver-node").await.unwrap();
-    let spec = serde_json::to_value(node.spec.unwrap().template.spec).unwrap();
+    let template = node.spec.unwrap().template;
+    assert_eq!(template.metadata.unwrap().labels.unwrap()["peerpod.io/csi"], "node");
+    let spec = serde_json::to_value(template.spec).unwrap();
     let ours = of(&spec, "peerpod-csi");
     assert_eq!(ours["securityContext"]["privileged"], true, "else its mounts do not reach the node");
     let mounts = ours["volumeMounts"].as_array().unwrap();
@@ -592,6 +605,15 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     for program in [&ours, &of(&spec, "driver")] {
         assert!(program.to_string().contains("/csi/csi.sock"), "the driver's own socket: {program}");
     }
+    has_the_port_of_its_metrics(&controllers_own);
+    has_the_port_of_its_metrics(&ours);
+}
+
+fn has_the_port_of_its_metrics(csi: &Value) {
+    let port = &csi["ports"][0];
+    assert_eq!((&port["name"], &port["containerPort"]), (&json!(CSI_PORT), &json!(15156)));
+    let listen = json!({"name": "PEERPOD_CSI_ADMIN_LISTEN", "value": "[::]:15156"});
+    assert!(csi["env"].as_array().unwrap().contains(&listen), "{csi}");
 }
 
 pub(super) fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<String> {
