@@ -134,6 +134,10 @@ fn metrics_are_served_and_found_by_the_values() {
     let mut found = kinds(&all);
     found.sort();
     assert_eq!(found, ["PodMonitor", "PrometheusRule", "ServiceMonitor"]);
+    // Without it Prometheus renames the labels `namespace` and `pod` of the VMs' metrics.
+    let node = object(&all, "ServiceMonitor", "peerpod-node").unwrap();
+    let endpoints = node["spec"]["endpoints"].as_array().unwrap();
+    assert!(endpoints.iter().all(|endpoint| endpoint["honorLabels"] == true), "{node}");
     for object in all.iter().filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1") {
         assert_eq!(object["metadata"]["labels"]["team"], "a", "{object}");
         if object["kind"] == "ServiceMonitor" {
