@@ -484,6 +484,16 @@ pub(super) async fn a_node(client: &Client, name: &str) {
     nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
 }
 
+/// Installs the definitions of the objects for the Prometheus operator and for cert-manager.
+fn define_others_objects(cluster: &Cluster) {
+    let done = Command::new(project("tests/kube/definitions")).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let file = String::from_utf8(done.stdout).unwrap();
+    cluster.kubectl(&["apply", "--server-side", "-f", file.trim()]).unwrap();
+    let words = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"];
+    cluster.kubectl(&words).unwrap();
+}
+
 /// Runs a user's steps on a real API server: the server validates each provider's values, and one release is installed.
 #[tokio::test(flavor = "multi_thread")]
 async fn installs_on_a_real_api_server() {
@@ -496,8 +506,7 @@ async fn installs_on_a_real_api_server() {
     cluster.namespace(NAMESPACE).await.unwrap();
     let crds = project("deploy/crds");
     cluster.kubectl(&["apply", "--server-side", "-f", crds.to_str().unwrap()]).unwrap();
-    // cert-manager's definitions are not installed here.
-    let foreign = ["Issuer", "Certificate"];
+    define_others_objects(&cluster);
     let modes: [&[&str]; 3] = [
         &[],
         &[
@@ -508,15 +517,20 @@ async fn installs_on_a_real_api_server() {
             "--set",
             "check.enabled=true",
         ],
-        &["--set", "webhook.certificate.source=cert-manager", "--set", "pullSecrets.enabled=false"],
+        &[
+            "--set",
+            "webhook.certificate.source=cert-manager,pullSecrets.enabled=false,metrics.podMonitor.enabled=true",
+            "--set",
+            "csi.drivers[0].namespace=peerpod-system,csi.drivers[0].nodeServiceAccount=n,\
+             csi.drivers[0].controllerServiceAccount=c",
+        ],
     ];
     for (name, values) in providers() {
         for mode in modes {
             // The pod of `helm test` needs the RuntimeClass; `chart_release` runs the hooks.
             let words = [&["-f", values.to_str().unwrap(), "--no-hooks"][..], mode].concat();
             let all = render(cluster.folder(), &words).unwrap();
-            let ours = all.iter().filter(|object| !foreign.contains(&object["kind"].as_str().unwrap()));
-            let list = json!({"apiVersion": "v1", "kind": "List", "items": ours.collect::<Vec<_>>()});
+            let list = json!({"apiVersion": "v1", "kind": "List", "items": all});
             let file = cluster.folder().join(format!("{name}.json"));
             fs::write(&file, list.to_string()).unwrap();
             let words = [
