@@ -4,6 +4,7 @@
 //! Exit codes: 0 success; 1 the command failed, or found a fault; 2 the arguments are wrong.
 
 mod check;
+mod complete;
 mod config;
 mod connectivity;
 mod convert;
@@ -153,7 +154,14 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    let is_plugin = std::path::Path::new(&name).file_stem().is_some_and(|name| name == PLUGIN);
+    let is_named = |wanted: &str| std::path::Path::new(&name).file_stem().is_some_and(|name| name == wanted);
+    if is_named(complete::NAME) {
+        let completions = complete::complete(Cli::command(), &program::arguments().collect::<Vec<_>>());
+        // A closed output is no error.
+        std::io::stdout().write_all(completions.as_bytes()).ok();
+        return ExitCode::SUCCESS;
+    }
+    let is_plugin = is_named(PLUGIN);
     let (command, settings) = match parse(is_plugin, program::arguments()) {
         Ok(parsed) => parsed,
         Err(answer) => {

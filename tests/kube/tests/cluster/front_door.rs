@@ -15,7 +15,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Api, Resource as _, ResourceExt};
 use peerpod_kube::heartbeat;
-use peerpod_test_kube::{program, wait_for};
+use peerpod_test_kube::{program, servers, wait_for};
 use peerpod_test_reference::capture;
 use serde_json::{Value, from_value, json};
 
@@ -54,6 +54,21 @@ fn ok(world: &World, words: &[&str]) -> String {
 fn read(world: &World, words: &[&str]) -> Value {
     let text = ok(world, words);
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{words:?}: {error}: {text}"))
+}
+
+/// kubectl asks the program for the words of its plugin, by another name.
+#[test]
+fn kubectl_completes_the_words_of_its_plugin() {
+    let folder = std::env::temp_dir().join(format!("peerpod-completes-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    for name in ["kubectl-peerpod", "kubectl_complete-peerpod"] {
+        std::os::unix::fs::symlink(program("peerpod").unwrap(), folder.join(name)).unwrap();
+    }
+    let mut kubectl = Command::new(servers().unwrap());
+    kubectl.args(["kubectl", "__complete", "peerpod", "st"]).env("PATH", &folder).env("HOME", &folder);
+    let done = kubectl.output().unwrap();
+    fs::remove_dir_all(&folder).unwrap();
+    assert!(String::from_utf8_lossy(&done.stdout).contains("status\tShows whether"), "{done:?}");
 }
 
 /// Shows a cluster with a leader, a node and two PeerPods, of which one fails.
