@@ -245,3 +245,102 @@ fn a_release_has_the_chart_its_notes_and_checksums() {
     let changes = fs::read_to_string(project("CHANGELOG.md")).unwrap();
     assert!(!notes.contains("\n## ") && changes.contains(notes.trim()) && notes.contains("###"), "{notes}");
 }
+
+/// A release whose programs are played by `recorder.sh`.
+struct Release(Home);
+
+impl Release {
+    fn new() -> Release {
+        let home = Home::new("pushed");
+        let built = home.0.join("target/dist/rootfs/usr/bin");
+        for folder in [&built, &home.0.join("bin"), &home.0.join("files")] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        fs::write(home.0.join("target/dist/sbom.cdx.json"), "{}").unwrap();
+        for name in ["peerpod-node", "peerpod-relay", "peerpod-cluster", "peerpod-csi"] {
+            fs::write(built.join(name), name).unwrap();
+        }
+        let recorder = project("tests/kube/tests/cluster/recorder.sh").canonicalize().unwrap();
+        let played = ["make", "docker", "cosign", "helm"].map(|name| home.0.join("bin").join(name));
+        for path in played.iter().chain([&built.join("peerpod")]) {
+            std::os::unix::fs::symlink(&recorder, path).unwrap();
+        }
+        Release(home)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.0.join("files").join(name).display().to_string()
+    }
+
+    /// Makes these parts. Returns the calls, or the error.
+    fn make(&self, parts: &[&str], variables: &[(&str, &str)]) -> Result<Vec<String>, String> {
+        let (home, record) = (&self.0.0, self.0.0.join("record"));
+        fs::write(&record, "").unwrap();
+        let path = std::env::join_paths(
+            std::iter::once(home.join("bin"))
+                .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap())),
+        );
+        let mut command = Command::new(project("scripts/release"));
+        command.args(parts).env("OUT", home.join("files")).env("CARGO_TARGET_DIR", home.join("target"));
+        for name in ["docker", "cosign", "helm"] {
+            command.env(name.to_uppercase(), home.join("bin").join(name));
+        }
+        command.env("PATH", path.unwrap()).env("RECORD", &record).env("PEERPOD", program("peerpod").unwrap());
+        for name in ["REGISTRY", "TAG", "COSIGN_KEY"] {
+            command.env_remove(name);
+        }
+        let done = command.envs(variables.iter().copied()).output().unwrap();
+        if !done.status.success() {
+            return Err(String::from_utf8_lossy(&done.stderr).into_owned());
+        }
+        Ok(fs::read_to_string(&record).unwrap().lines().map(str::to_owned).collect())
+    }
+}
+
+/// The images of both architectures get one name. Image, chart and checksums are signed, the first two by their digest.
+#[test]
+fn a_release_is_pushed_and_signed_by_its_digests() {
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+    let release = Release::new();
+    let (own, other) = if cfg!(target_arch = "x86_64") { ("amd64", "arm64") } else { ("arm64", "amd64") };
+    fs::write(release.file(&format!("peerpod-{VERSION}-{other}-image.tar.gz")), "").unwrap();
+    let (registry, key) = (("REGISTRY", "r.example/p"), ("COSIGN_KEY", "k.key"));
+    let image = format!("r.example/p/peerpod:{VERSION}");
+    let mut wanted = vec![
+        "make dist CLOUDS=1".to_owned(),
+        format!("docker build -f deploy/Dockerfile -t peerpod:{VERSION}-{own} ."),
+        format!("docker save peerpod:{VERSION}-{own}"),
+    ];
+    for arch in ["amd64", "arm64"] {
+        let archive = release.file(&format!("peerpod-{VERSION}-{arch}-image.tar.gz"));
+        wanted.push(format!("docker load -i {archive}"));
+        wanted.push(format!("docker tag peerpod:{VERSION}-{arch} {image}-{arch}"));
+        wanted.push(format!("docker push {image}-{arch}"));
+    }
+    let (sums, bundle) = (release.file("SHA256SUMS"), release.file("SHA256SUMS.sigstore.json"));
+    let chart = release.file(&format!("peerpod-{VERSION}.tgz"));
+    let sign = "cosign sign --yes --recursive --key k.key r.example/p";
+    wanted.extend([
+        format!("docker buildx imagetools create -t {image} {image}-amd64 {image}-arm64"),
+        format!("docker buildx imagetools inspect {image} --format {{{{.Manifest.Digest}}}}"),
+        format!("{sign}/peerpod@sha256:of-the-image"),
+        format!("helm push {chart} oci://r.example/p/charts"),
+        format!("{sign}/charts/peerpod@sha256:of-the-chart"),
+        format!("cosign sign-blob --yes --key k.key --bundle {bundle} {sums}"),
+    ]);
+    assert_eq!(release.make(&["tree", "image", "push", "sums"], &[registry, key]).unwrap(), wanted);
+
+    let archive = release.file(&format!("peerpod-cli-{VERSION}-linux-{own}.tar.gz"));
+    let packed = Command::new("tar").args(["-tzf", &archive]).output().unwrap();
+    let packed = String::from_utf8(packed.stdout).unwrap();
+    let packed: BTreeSet<&str> = packed.lines().collect();
+    for file in ["peerpod", "kubectl_complete-peerpod", "completions/peerpod.bash", "man/peerpod-check.1"] {
+        assert!(packed.contains(file), "{file} in {packed:?}");
+    }
+
+    let unsigned = release.make(&["push", "sums"], &[registry]).unwrap();
+    assert!(unsigned.len() == 9 && !unsigned.iter().any(|call| call.starts_with("cosign")), "{unsigned:?}");
+    assert_eq!(release.make(&["push"], &[key]).unwrap(), Vec::<String>::new(), "there is no registry");
+    let why = release.make(&["push"], &[registry, key, ("CHART_DIGEST", "")]).unwrap_err();
+    assert!(why.contains("helm named no digest"), "{why}");
+}
