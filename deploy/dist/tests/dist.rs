@@ -122,6 +122,11 @@ fn what_the_dockerfile_copies_is_what_is_made() {
         assert!(made || project(source).exists(), "{words:?}");
     }
     assert!(text.lines().any(|line| line == "USER 65532:65532"));
+    // Without it the image has no provider for AWS.
+    assert!(
+        text.contains("\nARG CLOUDS=1\n") && text.contains("\nRUN make dist CLOUDS=\"$CLOUDS\" "),
+        "{text}"
+    );
 }
 
 #[test]

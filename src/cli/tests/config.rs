@@ -81,6 +81,13 @@ fn a_flag_overrides_a_variable_and_that_the_file_and_print_names_the_source() {
         let (line, shown) = (line(key), format!("{key} \"{value}\""));
         assert!(line.contains(&shown) && line.contains(origin), "{shown} of {origin}, not {line}");
     }
+    // The meaning is above the value.
+    let (schema, _, _) = told(&peerpod(&["config", "schema"], &[]));
+    let schema: serde_json::Value = serde_json::from_str(&schema).unwrap();
+    let meaning = schema["properties"]["node"]["properties"]["lease"]["description"].as_str().unwrap();
+    let above =
+        out.lines().zip(out.lines().skip(1)).find(|(_, line)| line.trim().starts_with("lease:")).unwrap().0;
+    assert_eq!(above.trim(), format!("# {meaning}"));
     // The printed text is a configuration with the same meaning.
     let again = File::new("again", &out);
     let (_, error, code) = told(&peerpod(&["config", "check", "--config", again.path()], &[]));

@@ -66,6 +66,11 @@ class Faulty(provider.Shelf):
             time.sleep(3600)
         return answer
 
+    def delete(self, request):
+        if fault == "keeps-vms":
+            return {"error": {"class": "auth", "text": "this account deletes nothing"}}
+        return super().delete(request)
+
     def addresses(self, request):
         answer = super().addresses(request)
         return {} if fault == "no-addresses" else answer

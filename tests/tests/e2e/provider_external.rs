@@ -145,6 +145,24 @@ async fn ctrl_c_removes_everything() {
     assert_eq!(place.machines(), 0, "{text}");
 }
 
+#[test]
+fn a_failed_clean_up_names_the_node_of_the_vms_that_are_left() {
+    let place = Place::new(&["faulty.py", "keeps-vms"]);
+    let words = ["--yes", "--only", "a repeated create", "--patience", "1s"];
+    let child = place.check(&words).spawn().unwrap();
+    let pid = child.id();
+    let output = child.wait_with_output().unwrap();
+    fs::remove_dir_all(std::env::temp_dir().join(format!("peerpod-check-{pid}"))).unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("CLEAN-UP FAILED") && text.contains("this account deletes nothing"), "{text}");
+    assert!(
+        text.contains(&format!("look for VMs of this cluster with the node name check-{pid}-")),
+        "{text}"
+    );
+    assert!(place.machines() > 0, "{text}");
+}
+
 /// Returns the process that listens on the provider's socket.
 fn plugin_of(daemons: &Daemons) -> Option<Pid> {
     let socket = daemons.state_dir().join("external/provider.sock");

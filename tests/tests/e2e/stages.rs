@@ -60,6 +60,19 @@ fn demo() -> (Child, Lines<BufReader<ChildStdout>>) {
     start(&mut Command::new(binary("peerpod-demo").unwrap()))
 }
 
+#[test]
+fn demo_and_guest_explain_their_usage_and_exit_with_2_after_a_mistake() {
+    let run = |program: &str, word: &str| {
+        let done = Command::new(binary(program).unwrap()).arg(word).output().unwrap();
+        let text = String::from_utf8([done.stdout, done.stderr].concat()).unwrap();
+        assert!(text.contains(&format!("usage: {program}")), "{program} {word}: {text}");
+        done.status.code()
+    };
+    assert_eq!(run("peerpod-demo", "--help"), Some(0));
+    assert_eq!(run("peerpod-demo", "--fast"), Some(2));
+    assert_eq!(run("peerpod-guest", "--no.such=1"), Some(2));
+}
+
 /// Sends SIGINT to the whole process group, as a terminal does on Ctrl-C.
 fn interrupt(group: u32) {
     killpg(Pid::from_raw(group as i32), Signal::SIGINT).unwrap();
