@@ -5,13 +5,16 @@
 //! * The relay requests a client certificate and verifies it if the guest sends one. A guest without one may only
 //!   claim a ticket.
 //!
-//! A configuration is immutable; a change of trust needs a new configuration. This module reads no files and no
-//! environment. It keeps the memory per connection small: no session tickets, no resumption, no caches.
+//! A configuration is immutable; a change of trust needs a new configuration. This module reads no file but
+//! `/proc/cpuinfo`, and no environment. It keeps the memory per connection small: no session tickets, no resumption, no
+//! caches.
 //!
 //! This module does not check the expiry of a CA, because webpki uses only the key and name of an anchor. The node
 //! never issues a leaf that outlives its CA, and the dates of a leaf are checked.
 
 use std::fmt::Display;
+use std::fs::File;
+use std::io::Read;
 use std::sync::{Arc, LazyLock};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -39,20 +42,44 @@ impl TlsError {
     }
 }
 
-/// Crypto provider of both ends. AES-128 comes first, as the fastest suite. 256-bit keys add nothing to P-256.
+/// The kernel's description of each processor.
+const PROCESSORS: &str = "/proc/cpuinfo";
+
+/// Crypto provider of both ends. The client's order of the suites counts. AES-128 comes first, as the fastest suite, or
+/// ChaCha20 where AES is slow. 256-bit keys add nothing to P-256.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     use ring::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
     };
+    let [first, second] = if is_slow_at_aes(&first_processor()) {
+        [TLS13_CHACHA20_POLY1305_SHA256, TLS13_AES_128_GCM_SHA256]
+    } else {
+        [TLS13_AES_128_GCM_SHA256, TLS13_CHACHA20_POLY1305_SHA256]
+    };
     Arc::new(CryptoProvider {
-        cipher_suites: vec![
-            TLS13_AES_128_GCM_SHA256,
-            TLS13_CHACHA20_POLY1305_SHA256,
-            TLS13_AES_256_GCM_SHA384,
-        ],
+        cipher_suites: vec![first, second, TLS13_AES_256_GCM_SHA384],
         ..ring::default_provider()
     })
 });
+
+/// Returns the beginning of [`PROCESSORS`], or an empty text. The first processor has some 2 KiB.
+fn first_processor() -> String {
+    let mut text = Vec::new();
+    let read = File::open(PROCESSORS).and_then(|file| file.take(8 << 10).read_to_end(&mut text));
+    if read.is_ok() { String::from_utf8_lossy(&text).into_owned() } else { String::new() }
+}
+
+/// Whether a processor lacks instructions for AES, or QEMU emulates it: each such instruction is then a call.
+fn is_slow_at_aes(processor: &str) -> bool {
+    let value = |names: [&str; 2]| {
+        let fields = processor.lines().filter_map(|line| line.split_once(':'));
+        fields.into_iter().find(|(name, _)| names.contains(&name.trim())).map(|(_, value)| value)
+    };
+    let is_emulated = value(["model name"; 2]).is_some_and(|name| name.contains("QEMU TCG"));
+    let lacks =
+        value(["flags", "Features"]).is_some_and(|all| !all.split_whitespace().any(|one| one == "aes"));
+    is_emulated || lacks
+}
 
 const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
 
@@ -192,6 +219,21 @@ mod tests {
     use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
     use super::*;
+
+    #[test]
+    fn a_processor_without_instructions_for_aes_or_an_emulated_one_is_slow_at_it() {
+        let x86 = |model: &str, flags: &str| {
+            format!("processor\t: 0\nmodel name\t: {model}\nflags\t\t: fpu {flags} sse\n")
+        };
+        assert!(!is_slow_at_aes(&x86("AMD EPYC 7R13 Processor", "aes")));
+        assert!(is_slow_at_aes(&x86("AMD EPYC 7R13 Processor", "vaes")));
+        assert!(is_slow_at_aes(&x86("QEMU TCG CPU version 2.5+", "aes")));
+        let arm = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd ";
+        assert!(!is_slow_at_aes(&format!("{arm}aes pmull\n")));
+        assert!(is_slow_at_aes(&format!("{arm}crc32\n")));
+        assert!(!is_slow_at_aes(""), "nothing is known");
+        assert!(!first_processor().is_empty());
+    }
 
     type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
