@@ -67,7 +67,10 @@ pub(crate) async fn run(azure: &Azure) -> Result<Preflight, Error> {
         // A failed cleanup is only a warning: no other function depends on it.
         Err(error) => found.warnings.push(format!("parts of failed creates stay: {error}")),
     }
-    found.warnings.extend(quota(azure, arm, &facts).await);
+    match quotas(azure, arm, &facts).await {
+        Ok(quotas) => note(&mut found, &quotas),
+        Err(error) => found.warnings.push(format!("cannot look at the quotas: {error}")),
+    }
     if azure.config.secure_boot {
         found.warnings.push(UNSIGNED.to_owned());
     }
@@ -146,21 +149,39 @@ fn is_like(action: &str, pattern: &str) -> bool {
     pattern.ends_with('*') || rest.is_empty()
 }
 
-/// Returns a warning for a quota that is nearly used up.
-async fn quota(azure: &Azure, arm: &Arm, facts: &Facts) -> Option<String> {
+/// A quota of the location, in cores.
+#[derive(Debug)]
+struct Quota {
+    name: String,
+    used: u64,
+    limit: u64,
+}
+
+/// Returns the quotas that matter: of all cores, and of the family of the configured type.
+async fn quotas(azure: &Azure, arm: &Arm, facts: &Facts) -> Result<Vec<Quota>, Error> {
     let call = call("Usage_List", OWNER, "look at the quotas", until());
     let request = arm.get(&format!("{}/usages", arm.location()), COMPUTE);
-    let family = facts.families.get(&azure.config.instance_type)?;
-    let left = |usage: &Value| {
+    let family = facts.families.get(&azure.config.instance_type);
+    let quota = |usage: &Value| {
         let name = read::text(usage, "/name/value")?;
-        let is_ours = name.eq_ignore_ascii_case("cores") || name.eq_ignore_ascii_case(family);
-        let left = read::number(usage, "/limit")?.saturating_sub(read::number(usage, "/currentValue")?);
-        (is_ours && left < FEW).then(|| format!("{left} cores are left of the quota {name}"))
+        let is_ours = name.eq_ignore_ascii_case("cores")
+            || family.is_some_and(|family| name.eq_ignore_ascii_case(family));
+        let (used, limit) = (read::number(usage, "/currentValue")?, read::number(usage, "/limit")?);
+        is_ours.then(|| Quota { name: name.to_owned(), used, limit })
     };
-    match arm.list(call, &request, left).await {
-        Ok(few) if few.is_empty() => None,
-        Ok(few) => Some(format!("{}; ask for more (Azure portal, Quotas)", few.join(", "))),
-        Err(failure) => Some(format!("cannot look at the quotas: {}", failure.error)),
+    arm.list(call, &request, quota).await.map_err(|failure| failure.error)
+}
+
+/// Adds a fact of each quota, and a warning of those that are nearly used up.
+fn note(found: &mut Preflight, quotas: &[Quota]) {
+    for Quota { name, used, limit } in quotas {
+        found.facts.push(format!("quota {name}: {used} of {limit} cores in use"));
+        let left = limit.saturating_sub(*used);
+        if left < FEW {
+            found.warnings.push(format!(
+                "{left} cores are left of the quota {name}; ask for more (Azure portal, Quotas)"
+            ));
+        }
     }
 }
 
@@ -169,6 +190,19 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn each_quota_is_a_fact_and_a_small_rest_a_warning() {
+        let quota = |name: &str, used| Quota { name: name.to_owned(), used, limit: 100 };
+        let mut found = Preflight::default();
+        note(&mut found, &[quota("cores", 12), quota("standardDCASv5Family", 90)]);
+        assert_eq!(
+            found.facts,
+            ["quota cores: 12 of 100 cores in use", "quota standardDCASv5Family: 90 of 100 cores in use"]
+        );
+        assert_eq!(found.warnings.len(), 1, "{:?}", found.warnings);
+        assert!(found.warnings[0].starts_with("10 cores are left of the quota standardDCASv5Family"));
+    }
 
     #[test]
     fn a_role_allows_what_its_patterns_contain() {

@@ -159,13 +159,14 @@ impl Shared {
         let (arch, cpus, memory) = (&host.arch, host.cpus, host.memory_kib >> 20);
         found.facts.push(format!("libvirt {version}, {driver}, on {arch} with {cpus} CPUs and {memory} GiB"));
         let pool = libvirt.pool(&self.config.pool).await?;
-        let (state, .., free) = libvirt.pool_info(&pool).await?;
+        let (state, size, _, free) = libvirt.pool_info(&pool).await?;
         if state != 2 {
             let name = &pool.name;
             let text = format!("storage pool {name} is not active; start it: virsh pool-start {name}");
             return Err(Error::invalid(text));
         }
-        found.facts.push(format!("storage pool {}, {} GiB free", pool.name, free >> 30));
+        let used = size.saturating_sub(free) >> 30;
+        found.facts.push(format!("quota storage pool {}: {used} of {} GiB in use", pool.name, size >> 30));
         if free < 2 << 30 {
             found.warnings.push(format!("storage pool {} has less than 2 GiB free", pool.name));
         }

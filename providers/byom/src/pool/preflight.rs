@@ -47,7 +47,11 @@ pub(crate) async fn run(pool: &Arc<Pool>) -> Result<Preflight, Error> {
     if more > 0 {
         warnings.push(format!("{more} more machines cannot be used"));
     }
+    let free = counts.get("free").copied().unwrap_or_default();
     let counts: Vec<String> = counts.iter().map(|(state, count)| format!("{count} {state}")).collect();
-    let facts = vec![format!("{all} machines: {}", counts.join(", "))];
+    let facts = vec![
+        format!("{all} machines: {}", counts.join(", ")),
+        format!("quota machines: {} of {all} in use or away", all.saturating_sub(free)),
+    ];
     Ok(Preflight { facts, warnings, node_addresses: Vec::new() })
 }

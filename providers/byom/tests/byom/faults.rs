@@ -33,7 +33,7 @@ async fn a_machine_with_another_host_key_is_never_used() {
         &preflight.warnings.join(""),
         &[&site.address(0), "SHA256:", "is not pinned", "pin its new key"],
     );
-    contains(&preflight.facts.join(""), &["1 distrusted", "1 free"]);
+    contains(&preflight.facts.join(""), &["1 distrusted", "1 free", "quota machines: 1 of 2 "]);
     let wish = placed(&*provider, &request("a")).await.unwrap();
     assert_eq!(wish.placement.as_ref().unwrap().as_str(), site.address(1));
     provider.create(&wish, &key("host", 0)).await.unwrap();

@@ -178,6 +178,7 @@ async fn a_dry_preflight_tries_kvm_with_no_vm() {
     let config = LibvirtConfig { dry: true, ..place.config(&[("acceleration", "auto")]) };
     let found = LibvirtProvider::new(config, owner("node")).preflight().await.unwrap();
     assert_eq!(changed(), before, "{found:?}");
+    assert!(found.facts.iter().any(|fact| fact.starts_with("quota storage pool ")), "{found:?}");
     let runs = found.facts.iter().any(|fact| fact.contains("no VM was started to try"));
     assert!(runs || found.warnings.iter().any(|warning| warning.contains("KVM")), "{found:?}");
     place.assert_clean();
