@@ -6,12 +6,12 @@ use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail, ensure};
 use futures_util::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
 use peerpod_node::admin::Orphan;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 
 use crate::output::{Colour, Format, Output, Table, paint, safe};
@@ -126,7 +126,8 @@ fn rows(vms: &[Vm], wide: bool, headings: bool) -> String {
 }
 
 /// One peer pod with everything around it.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 struct Description {
     #[serde(flatten)]
     vm: Vm,
@@ -135,7 +136,8 @@ struct Description {
     console: Vec<String>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 struct EventLine {
     at: Option<Timestamp>,
     kind: String,
@@ -149,13 +151,54 @@ pub(crate) async fn describe(args: One) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let vm = source.find(&args.name).await?;
     let events = events(&source, &vm).await?;
-    let console = match console_of(&source, &vm).await {
-        Ok(text) => last_lines(&text),
-        Err(_) => Vec::new(),
+    let described = match &source {
+        Source::Node(_) => {
+            let console = console_of(&source, &vm).await.map(|text| last_lines(&text)).unwrap_or_default();
+            Description { vm, events, console }
+        }
+        Source::Cluster(cluster) => complete(cluster, vm, events).await,
     };
-    let described = Description { vm, events, console };
     args.output.print(&described, |_| described.text())?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Adds the facts that the PeerPod does not have: the pod's volumes, and the node's description of the sandbox.
+async fn complete(cluster: &Cluster, mut vm: Vm, events: Vec<EventLine>) -> Description {
+    let mut console = Vec::new();
+    match of_node(cluster, &vm).await {
+        Ok(own) => {
+            (vm.faults, vm.warnings) = (own.vm.faults, own.vm.warnings);
+            vm.facts.extend(own.vm.facts);
+            console = own.console;
+        }
+        Err(error) => vm.warnings.push(format!(
+            "network, guest, faults and console are not shown: {}",
+            peerpod_base::chain::chain(error.as_ref())
+        )),
+    }
+    match cluster.volumes_of(&vm).await {
+        Ok(volumes) if volumes.is_empty() => {}
+        Ok(volumes) => drop(vm.facts.insert("volumes".to_owned(), volumes.join("; "))),
+        Err(error) => vm.warnings.push(format!("volumes are not shown: {error}")),
+    }
+    Description { vm, events, console }
+}
+
+/// Returns the node's description of the sandbox.
+async fn of_node(cluster: &Cluster, vm: &Vm) -> anyhow::Result<Description> {
+    ensure!(!vm.sandbox.is_empty(), "its PeerPod names no sandbox");
+    let pod = daemon_of(cluster, &vm.node, "the sandbox").await?;
+    let text = cluster.ask_daemon(&pod, &["describe", &vm.sandbox, "-o", "json"]).await?;
+    serde_json::from_str(&text).with_context(|| format!("read the answer of node {}", vm.node))
+}
+
+/// Returns the pod of `peerpod-node` on a node. `what` is the object of the question.
+async fn daemon_of(cluster: &Cluster, node: &str, what: &str) -> anyhow::Result<Pod> {
+    match cluster.node_daemons().await?.remove(node) {
+        Some(Ok(pod)) => Ok(pod),
+        Some(Err(why)) => bail!("ask node {node} for {what}: {why}"),
+        None => bail!("ask node {node} for {what}: {NO_DAEMON}"),
+    }
 }
 
 async fn events(source: &Source, vm: &Vm) -> anyhow::Result<Vec<EventLine>> {
@@ -263,13 +306,8 @@ async fn console_of(source: &Source, vm: &Vm) -> anyhow::Result<String> {
         Source::Node(node) => return node.get(&format!("/v1/sandboxes/{}/console", vm.sandbox)).await,
         Source::Cluster(cluster) => cluster,
     };
-    let daemons = cluster.node_daemons().await?;
-    let pod = match daemons.get(&vm.node) {
-        Some(Ok(pod)) => pod,
-        Some(Err(why)) => bail!("ask node {} for the console: {why}", vm.node),
-        None => bail!("ask node {} for the console: {NO_DAEMON}", vm.node),
-    };
-    cluster.ask_daemon(pod, &["console", &vm.sandbox]).await
+    let pod = daemon_of(cluster, &vm.node, "the console").await?;
+    cluster.ask_daemon(&pod, &["console", &vm.sandbox]).await
 }
 
 /// Prints the end of a VM's console, as the provider has it.

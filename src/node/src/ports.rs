@@ -128,6 +128,12 @@ struct NetworkRecord {
     losses: Option<BTreeMap<u32, u32>>,
 }
 
+/// Returns the pod's network and its tunnels in a record; `None` if it cannot be read.
+pub(crate) fn recorded(network: &Network) -> Option<(PodNetworkState, Reserved)> {
+    let NetworkRecord { seen, reserved, .. } = NetworkRecord::read(network).ok()?;
+    Some((seen, reserved))
+}
+
 impl NetworkRecord {
     fn read(network: &Network) -> Result<NetworkRecord, NetworkError> {
         serde_json::from_str(network.tunnel.get())

@@ -57,6 +57,12 @@ async fn an_operator_sees_a_pod_and_its_vm_and_the_reasons_of_a_fault() {
     let sandbox = Sandbox::start(&world, &daemons, "seen").await.unwrap();
     {
         let line = CommandLine { world: &world, daemons: &daemons };
+        eventually("the guest's report of its path", PATIENCE, async || {
+            let described = line.ok(&["describe", &sandbox.id]);
+            (described.contains(" in the VM, ") && described.contains(" between VM and node")).then_some(())
+        })
+        .await
+        .unwrap();
         shows(&line, &sandbox.id);
         logs_are_in_one_order(&line, &sandbox.id).await;
         the_guests_figures_are_metrics(&line, &sandbox.id).await;
@@ -116,8 +122,16 @@ fn shows(line: &CommandLine<'_>, id: &str) {
     assert!(line.ok(&["list", "-o", "yaml"]).lines().any(|line| line.trim() == format!("sandbox: {id}")));
 
     let described = line.ok(&["describe", id]);
-    for part in ["guest       connected from ", "netns ", "addresses ", "running", "end of the console", &vm]
-    {
+    for part in [
+        "guest       connected from ",
+        "netns ",
+        "tunnel      vxlan, UDP port ",
+        "vni ",
+        "addresses ",
+        "running",
+        "end of the console",
+        &vm,
+    ] {
         assert!(described.contains(part), "{part}: {described}");
     }
     capture("describe", "peerpod describe seen", &described).unwrap();

@@ -227,7 +227,7 @@ mod tests {
         let vm = |pod: &str, vm: &str, uid: &str| Vm {
             pod: pod.to_owned(),
             vm: Some(vm.to_owned()),
-            facts: BTreeMap::from([("uid", uid.to_owned())]),
+            facts: BTreeMap::from([("uid".to_owned(), uid.to_owned())]),
             ..Vm::default()
         };
         let vms = vec![

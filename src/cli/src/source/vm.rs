@@ -6,14 +6,17 @@ use anyhow::bail;
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube::core::DynamicObject;
+use peerpod_kube::client::Error;
+use peerpod_kube::crds::PeerpodVolume;
 use peerpod_node::admin::{Detail, NodeStatus, Sandbox, Stage};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Source, text};
+use super::{Cluster, Source, text};
 
 /// A sandbox and its VM.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct Vm {
     /// Pod as namespace/name.
     pub(crate) pod: String,
@@ -36,7 +39,7 @@ pub(crate) struct Vm {
     /// Parts of the node that work with less than they should.
     pub(crate) warnings: Vec<String>,
     /// Further facts, by name: `type`, `zone`, `market`, `image`, `addresses` and others, as far as they are known.
-    pub(crate) facts: BTreeMap<&'static str, String>,
+    pub(crate) facts: BTreeMap<String, String>,
     /// The stages that it reached, in order.
     pub(crate) stages: Vec<Stage>,
     /// Name of the PeerPod; `None` from a node.
@@ -64,19 +67,25 @@ impl Vm {
     }
 
     fn of_detail(detail: Detail, node: &NodeStatus) -> Vm {
-        let Detail { sandbox, uid, attempt, addresses, netns, volumes, guest_address, stages, .. } = detail;
+        let Detail { sandbox, uid, attempt, addresses, network, volumes, guest_address, stages, .. } = detail;
         let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
         let guest = match (detail.guest_connected, guest_address) {
             (true, Some(address)) => format!("connected from {address}"),
             (true, None) => "connected".to_owned(),
             (false, _) => "not connected".to_owned(),
         };
+        let tunnel = network.tunnel.map(|(kind, port)| format!("{kind}, UDP port {port}"));
+        let vnis: Vec<String> = network.vnis.iter().map(u32::to_string).collect();
         let facts = [
             ("provider", Some(node.provider.clone())),
             ("uid", uid),
             ("attempt", (attempt > 0).then(|| attempt.to_string())),
             ("addresses", Some(addresses.join(", "))),
-            ("netns", netns.map(|path| path.display().to_string())),
+            ("netns", network.netns.map(|path| path.display().to_string())),
+            ("tunnel", tunnel),
+            ("vni", Some(vnis.join(", "))),
+            ("mtu", mtu(network.pod_mtu, network.path_mtu)),
+            ("path", network.path_fault),
             ("volumes", Some(volumes.join(", "))),
             ("type", detail.instance_type),
             ("zone", detail.zone),
@@ -166,9 +175,49 @@ pub(crate) fn since(at: Timestamp) -> String {
     }
 }
 
-fn known<const N: usize>(facts: [(&'static str, Option<String>); N]) -> BTreeMap<&'static str, String> {
-    let facts = facts.into_iter().filter_map(|(name, fact)| Some((name, fact?)));
+fn known<const N: usize>(facts: [(&'static str, Option<String>); N]) -> BTreeMap<String, String> {
+    let facts = facts.into_iter().filter_map(|(name, fact)| Some((name.to_owned(), fact?)));
     facts.filter(|(_, fact)| !fact.is_empty()).collect()
+}
+
+/// MTU of the pod in its VM, and that of the path to the node.
+fn mtu(pod: Option<u32>, path: Option<u32>) -> Option<String> {
+    let pod = pod.map(|pod| format!("{pod} in the VM"));
+    let path = path.map(|path| format!("{path} between VM and node"));
+    Some(pod.into_iter().chain(path).collect::<Vec<_>>().join(", "))
+}
+
+impl Cluster {
+    /// Returns the volumes of the VM's pod, each with its state, as the PeerpodVolumes have them.
+    ///
+    /// # Errors
+    /// The API server refuses or is away.
+    pub(crate) async fn volumes_of(&self, vm: &Vm) -> Result<Vec<String>, Error> {
+        let is_of = |one: &&DynamicObject| {
+            let at = |name: &str| text(&one.data, &format!("/spec/{name}")).unwrap_or_default();
+            // The same name may be that of a later pod.
+            let owner = at("podUid");
+            let is_same = vm.facts.get("uid").is_none_or(|uid| owner.is_empty() || *uid == owner);
+            format!("{}/{}", at("podNamespace"), at("podName")) == vm.pod && is_same
+        };
+        Ok(self.raw::<PeerpodVolume>().await?.iter().filter(is_of).map(volume).collect())
+    }
+}
+
+/// Name, id and conditions of a volume.
+fn volume(object: &DynamicObject) -> String {
+    let id = text(&object.data, "/spec/volumeID").unwrap_or_default();
+    let name = text(&object.data, "/spec/volumeName").unwrap_or_else(|| object.name_any());
+    let conditions = object.data.pointer("/status/conditions").and_then(Value::as_array);
+    let words = conditions.into_iter().flatten().map(|one| {
+        let kind = text(one, "/type").unwrap_or_default();
+        match one["status"] == "True" {
+            true => kind,
+            false => format!("not {kind}: {}", text(one, "/message").unwrap_or_default()),
+        }
+    });
+    let words: Vec<String> = words.collect();
+    format!("{name} ({id}) {}", words.join(", ")).trim_end().to_owned()
 }
 
 impl Source {

@@ -180,7 +180,7 @@ async fn details(
 ) -> anyhow::Result<bool> {
     let id = &sandbox.id;
     let detail: anyhow::Result<Detail> = limits.step(node.get(&format!("/v1/sandboxes/{id}"))).await;
-    let netns = detail.as_ref().ok().and_then(|detail| detail.netns.clone());
+    let netns = detail.as_ref().ok().and_then(|detail| detail.network.netns.clone());
     dump.value_of(&format!("sandboxes/{id}"), detail)?;
     if has_console(sandbox) {
         if limits.are_reached() {

@@ -4,12 +4,19 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use peerpod_proto::guest::Status;
 use peerpod_provider_api::OwnedState;
+use protobuf::Message;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::ledger::Record;
+use crate::ports::recorded;
 use crate::sandbox::View;
 use crate::sandbox::ports::Guest;
+
+/// Length limit of a guest's text, in characters.
+const MOST_TEXT: usize = 400;
 
 /// State of the node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -113,8 +120,9 @@ pub struct Detail {
     pub attempt: u32,
     /// The VM's addresses, as the provider reports them.
     pub addresses: Vec<IpAddr>,
-    /// The pod's network namespace on the node.
-    pub netns: Option<PathBuf>,
+    /// The pod's network on the node, and the path to its VM.
+    #[serde(flatten)]
+    pub network: NetworkDetail,
     /// Ids of the pod's CSI volumes.
     pub volumes: Vec<String>,
     /// The VM's type, as the provider chose it; until then the wanted one.
@@ -151,7 +159,7 @@ impl Detail {
             uid: record.pod.as_ref().and_then(|pod| pod.uid.clone()),
             attempt: record.wanted.attempt,
             addresses: record.addresses.clone(),
-            netns: record.netns.as_ref().map(|netns| netns.path.clone()),
+            network: NetworkDetail::of(record, guest),
             volumes: volumes.map(|one| one.volume.id.as_str().to_owned()).collect(),
             instance_type: chosen.instance_type.or_else(|| request?.instance_type.clone()),
             zone: chosen.zone,
@@ -162,6 +170,45 @@ impl Detail {
             stages: stages.map(|stage| Stage { name: stage.name.clone(), at_ms: stage.at_ms }).collect(),
             faults: faults.to_vec(),
             gone_ms: record.end.gone_ms,
+        }
+    }
+}
+
+/// Network of a sandbox. A part that is not known yet is `None`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct NetworkDetail {
+    /// The pod's network namespace on the node.
+    pub netns: Option<PathBuf>,
+    /// The pod's interfaces, addresses, routes and rules, as the node recorded them.
+    pub picture: Option<Value>,
+    /// Encapsulation of the pod's tunnels, `vxlan` or `wireguard`, and their UDP port.
+    pub tunnel: Option<(String, u16)>,
+    /// VNIs of the tunnels, that of the primary interface first.
+    pub vnis: Vec<u32>,
+    /// MTU of the pod's primary interface in the VM, in bytes, as the guest reports it.
+    pub pod_mtu: Option<u32>,
+    /// Largest IP packet between VM and node, in bytes, as the guest reports it.
+    pub path_mtu: Option<u32>,
+    /// Reason why no UDP probe of the guest came back; `None`: probes came back, or there is no report.
+    pub path_fault: Option<String>,
+}
+
+impl NetworkDetail {
+    fn of(record: &Record, guest: &Guest) -> NetworkDetail {
+        let (pod, reserved) = record.network.as_ref().and_then(recorded).unzip();
+        let status = Status::parse_from_bytes(&guest.status).unwrap_or_default();
+        let path = status.path.unwrap_or_default();
+        let known = |bytes: u32| (bytes > 0).then_some(bytes);
+        let why: String = path.why.chars().take(MOST_TEXT).collect();
+        NetworkDetail {
+            netns: record.netns.as_ref().map(|netns| netns.path.clone()),
+            picture: pod.and_then(|pod| serde_json::to_value(pod).ok()),
+            tunnel: reserved.as_ref().map(|reserved| (reserved.kind.word().to_owned(), reserved.port)),
+            vnis: reserved.iter().flat_map(|one| &one.devices).map(|device| device.vni).collect(),
+            pod_mtu: known(status.pod_mtu),
+            path_mtu: known(path.mtu),
+            path_fault: Some(why).filter(|why| !why.is_empty()),
         }
     }
 }
@@ -177,4 +224,33 @@ pub struct Orphan {
     pub state: OwnedState,
     /// Time of its creation, ms since 1970, if the provider has it.
     pub created_ms: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_proto::guest::Path;
+    use serde_json::{from_value, json};
+
+    use super::*;
+
+    #[test]
+    fn the_network_is_that_of_record_and_guest() {
+        let pod = json!({"name": "eth0", "index": 2, "mac": "02:00:00:00:00:01", "mtu": 1450, "tx_queue_len": null,
+            "addresses": [], "routes": [], "neighbours": []});
+        let reserved = json!({"kind": "wireguard", "v6": false, "port": 4790,
+            "devices": [{"interface": 2, "slot": 0, "vni": 7, "ifindex": 9}]});
+        let tunnel = json!({"seen": {"interfaces": [pod]}, "reserved": reserved, "losses": null});
+        let mut record = Record::tombstone("a".parse().unwrap(), 1);
+        record.network = from_value(json!({"v6": false, "tunnel": tunnel})).unwrap();
+        let path = Path { mtu: 1500, why: "no probe came back".to_owned(), ..Path::default() };
+        let status = Status { path: Some(path).into(), pod_mtu: 1390, ..Status::default() };
+        let guest = Guest { status: status.write_to_bytes().unwrap(), ..Guest::default() };
+        let network = NetworkDetail::of(&record, &guest);
+        assert_eq!(network.tunnel, Some(("wireguard".to_owned(), 4790)));
+        assert_eq!((network.vnis, network.pod_mtu, network.path_mtu), (vec![7], Some(1390), Some(1500)));
+        assert_eq!(network.path_fault.as_deref(), Some("no probe came back"));
+        assert_eq!(network.picture.unwrap()["interfaces"][0]["name"], "eth0");
+        let none = Record::tombstone("b".parse().unwrap(), 1);
+        assert_eq!(NetworkDetail::of(&none, &Guest::default()), NetworkDetail::default());
+    }
 }

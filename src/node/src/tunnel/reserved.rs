@@ -16,6 +16,16 @@ pub enum TunnelKind {
     Wireguard,
 }
 
+impl TunnelKind {
+    /// Returns the word for it in settings and records.
+    pub fn word(self) -> &'static str {
+        match self {
+            TunnelKind::Vxlan => "vxlan",
+            TunnelKind::Wireguard => "wireguard",
+        }
+    }
+}
+
 /// Tunnels with VNIs that the kernel holds for this node. Stored in the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Stored")]

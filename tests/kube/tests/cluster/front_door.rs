@@ -14,6 +14,7 @@ use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Api, Resource as _, ResourceExt};
+use peerpod_kube::crds::PeerpodVolume;
 use peerpod_kube::heartbeat;
 use peerpod_test_kube::{program, servers, wait_for};
 use peerpod_test_reference::capture;
@@ -157,7 +158,15 @@ async fn asks_the_node(world: &World) {
     kubectl(world);
     assert_eq!(ok(world, &["console", "web"]), "the kernel's line\n");
     let described = ok(world, &["describe", "web"]);
-    assert!(described.contains("end of the console\n  the kernel's line"), "{described}");
+    for part in [
+        "end of the console\n  the kernel's line",
+        "fault       node, relay: it is away",
+        "tunnel      vxlan, UDP port 4789",
+        "vni         4242",
+        "volumes     pvc-1 (vol-1) Attached\n",
+    ] {
+        assert!(described.contains(part), "{part}: {described}");
+    }
     let orphans = read(world, &["orphans", "-o", "json"]);
     assert_eq!((&orphans[0]["node"], &orphans[0]["vm"]), (&"front-1".into(), &"vm-lost".into()), "{orphans}");
     let table = ok(world, &["orphans", "--dry-run"]);
@@ -178,8 +187,13 @@ fn kubectl(world: &World) {
         world.cluster.folder().join("admin.kubeconfig").display()
     );
     let socket = "--socket /run/peerpod/node-admin.sock";
+    let own = json!({"pod": "front/web", "faults": ["node, relay: it is away"], "console": ["the kernel's line"],
+        "facts": {"tunnel": "vxlan, UDP port 4789", "vni": "4242"}});
+    fs::write(bin.join("described.json"), own.to_string()).unwrap();
+    let files = bin.display();
     let script = format!(
         "#!/bin/sh\ncase \"$*\" in\n\
+         '{begin} describe sandbox-web -o json {socket}') cat {files}/described.json;;\n\
          '{begin} console sandbox-web {socket}') echo \"the kernel's line\";;\n\
          '{begin} orphans -o json {socket}') echo '[{{\"vm\": \"vm-lost\", \"state\": \"running\"}}]';;\n\
          *) echo \"unexpected: $*\" >&2; exit 1;;\nesac\n"
@@ -229,8 +243,23 @@ async fn objects(world: &World) {
     let map = json!({"metadata": {"name": "c", "labels": {"app.kubernetes.io/name": "peerpod"}},
         "data": {"peerpod.yaml": format!("provider:\n  aws:\n    secret-key: |\n      {CANARY}\nlog: {{level: info}}\n")}});
     maps.create(&post, &from_value(map).unwrap()).await.unwrap();
+    volume(world).await;
     relay(world).await;
     states(world).await;
+}
+
+/// Makes the volume of the pod `web`, with secrets among the attributes of its request.
+async fn volume(world: &World) {
+    let volumes: Api<PeerpodVolume> = Api::namespaced(world.client.clone(), NS);
+    let request = json!({"volume_context": {"password": CANARY}, "secrets": {"k": CANARY}}).to_string();
+    let spec = json!({"podName": "web", "podNamespace": NS, "volumeID": "vol-1", "volumeName": "pvc-1",
+        "nodeName": "front-1", "wrapperNodeStageVolumeReq": request});
+    let object = json!({"metadata": {"name": "v"}, "spec": spec});
+    volumes.create(&PostParams::default(), &from_value(object).unwrap()).await.unwrap();
+    let attached = json!({"type": "Attached", "status": "True", "reason": "Attached", "message": "m",
+        "lastTransitionTime": "2026-01-01T00:00:00Z"});
+    let status = Patch::Merge(json!({"status": {"conditions": [attached]}}));
+    volumes.patch_status("v", &PatchParams::default(), &status).await.unwrap();
 }
 
 /// Makes the DaemonSet of `peerpod-node` and the binding of its account. Returns the owner of its pods.
