@@ -356,11 +356,7 @@ pub(crate) async fn orphans(args: Orphans) -> anyhow::Result<ExitCode> {
 
 /// Asks each node of the cluster. Returns the VMs, and the number of nodes that gave no answer.
 async fn orphans_of_nodes(cluster: &Cluster) -> anyhow::Result<(Vec<OrphanRow>, usize)> {
-    let mut daemons = cluster.node_daemons().await?;
-    let vms = Source::Cluster(cluster.clone()).list().await?;
-    for node in vms.into_iter().map(|vm| vm.node).filter(|node| !node.is_empty()) {
-        daemons.entry(node).or_insert_with(|| Err(NO_DAEMON.to_owned()));
-    }
+    let daemons = cluster.daemons_of_vms().await?;
     if daemons.is_empty() {
         bail!("no node has a pod of peerpod-node, so no node can list its VMs; see `peerpod status`");
     }

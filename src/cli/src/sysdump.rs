@@ -1,12 +1,14 @@
 //! `peerpod sysdump`: one compressed archive with the state of a node or of a cluster, for a report. [`hide`] removes
-//! secrets. It may touch: the files that its parts name, the admin socket, the API server, `ip`, `tc` and `nft`.
+//! secrets. It may touch: the files that its parts name, the admin socket, the API server, kubectl, `ip`, `tc` and `nft`.
 
 mod cluster;
 mod hide;
 mod node;
+mod nodes;
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,6 +17,7 @@ use anyhow::Context;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use k8s_openapi::jiff::Timestamp;
+use peerpod_node::admin::COMMIT;
 use serde::Serialize;
 use tar::{Builder, Header};
 
@@ -23,13 +26,17 @@ use crate::source::{Source, SourceArgs};
 
 /// Size limit of the archive's content, in bytes. Later parts are left out, and named as such.
 const MOST: usize = 512 << 20;
+/// Folder of all parts in the archive.
+const FOLDER: &str = "peerpod-sysdump";
+/// Name of the archive that is standard output.
+const STDOUT: &str = "-";
 
 /// Arguments of `peerpod sysdump`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     from: SourceArgs,
-    /// The archive, readable by its owner only [default: peerpod-sysdump-TIME.tar.gz]
+    /// The archive, readable by its owner only; - is standard output [default: peerpod-sysdump-TIME.tar.gz]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// The node's configuration file [default: PEERPOD_CONFIG, or else /etc/peerpod/peerpod.yaml if it exists]
@@ -106,7 +113,7 @@ impl Dump {
         header.set_size(text.len().try_into()?);
         header.set_mode(0o600);
         header.set_mtime(self.seconds);
-        let path = format!("peerpod-sysdump/{name}");
+        let path = format!("{FOLDER}/{name}");
         self.archive.append_data(&mut header, &path, text.as_bytes()).context("write the archive")?;
         self.parts.push((name.to_owned(), text.len()));
         Ok(())
@@ -122,7 +129,10 @@ impl Dump {
         let failures = self.failures.join("\n");
         self.append("failures.txt", &hide::text(&failures))?;
         let file = self.archive.into_inner()?.finish()?;
-        file.sync_all().context("write the archive")?;
+        // A pipe has nothing to synchronise.
+        if file.metadata().context("look at the archive")?.is_file() {
+            file.sync_all().context("write the archive")?;
+        }
         Ok(self.parts)
     }
 }
@@ -140,26 +150,35 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
         }
         Source::Cluster(cluster) => {
             cluster::collect(&mut dump, &cluster).await?;
+            nodes::collect(&mut dump, &cluster).await?;
             &[""]
         }
     };
-    let failures = hide::text(&dump.failures.join("\n"));
     let code = if dump.has(folders) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    let version = format!("{}, commit {}", env!("CARGO_PKG_VERSION"), COMMIT.unwrap_or("unknown"));
+    dump.text("versions/peerpod.txt", &version)?;
+    let failures = hide::text(&dump.failures.join("\n"));
     let mut text = String::new();
     for (name, size) in dump.finish()? {
-        text.push_str(&format!("{size:>10}  {name}\n"));
+        text.push_str(&format!("{size:>10}  {}\n", safe(&name)));
     }
     for failure in failures.lines() {
         eprintln!("peerpod: {}", safe(failure));
     }
-    let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{text}{}", out.display())?;
+    if out != Path::new(STDOUT) {
+        let mut stdout = std::io::stdout().lock();
+        writeln!(stdout, "{text}{}", out.display())?;
+    }
     Ok(code)
 }
 
 /// Creates the archive, which only its owner can read. `most`: size limit of its content, in bytes.
 fn create(out: &Path, seconds: u64, most: usize) -> anyhow::Result<Dump> {
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(out);
+    let file = if out == Path::new(STDOUT) {
+        std::io::stdout().as_fd().try_clone_to_owned().map(File::from)
+    } else {
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(out)
+    };
     let file =
         file.with_context(|| format!("create {}; remove it or name another with --out", out.display()))?;
     let archive = Builder::new(GzEncoder::new(file, Compression::default()));
@@ -183,7 +202,7 @@ mod tests {
     async fn a_dump_without_an_answer_has_failures_alone() {
         let mut dump = small("no-answer", MOST);
         let away = crate::source::Node::new("/nowhere/node.sock".into());
-        node::sandboxes(&mut dump, &away).await.unwrap();
+        node::sandboxes(&mut dump, &away, &[]).await.unwrap();
         dump.text("versions/kernel.txt", "Linux").unwrap();
         assert!(!dump.has(&node::ANSWERS) && dump.has(&[""]));
         assert!(dump.failures[0].starts_with("sandboxes/list: "), "{:?}", dump.failures);

@@ -25,8 +25,12 @@ struct CommandLine<'w> {
 impl CommandLine<'_> {
     /// Runs a command. Returns its exit code and output; errors are part of the output.
     fn run(&self, words: &[&str]) -> (Option<i32>, String) {
+        self.run_by(Command::new(binary("peerpod").unwrap()), words)
+    }
+
+    /// Runs a command of a program that is the command line, or starts it.
+    fn run_by(&self, mut command: Command, words: &[&str]) -> (Option<i32>, String) {
         let socket = self.daemons.run_dir().join("node-admin.sock");
-        let mut command = Command::new(binary("peerpod").unwrap());
         command.args(words).arg("--socket").arg(socket);
         command.env("PEERPOD_PROVIDER_AZURE_CLIENT_SECRET", format!("{CANARY}-variable"));
         command.env("AWS_SECRET_ACCESS_KEY", format!("{CANARY}-environment"));
@@ -244,7 +248,8 @@ async fn sandbox_with_secrets(line: &CommandLine<'_>, sandbox: &Sandbox) {
         "sysdump", "--out", &out_text, "--config", &config, "--file", &files[0], "--file", &files[1],
         "--file", &log,
     ];
-    let contents = line.ok(&words);
+    let (code, contents) = line.run_by(beside_kata(), &words);
+    assert_eq!(code, Some(0), "{contents}");
     // The machine decides which programs have a version, and which files Kata has.
     let is_part =
         |line: &&str| line.starts_with(' ') && !["versions/", "kata/"].iter().any(|one| line.contains(one));
@@ -271,13 +276,42 @@ async fn sandbox_with_secrets(line: &CommandLine<'_>, sandbox: &Sandbox) {
         "ledger-index.txt",
         "configuration.yaml",
         "failures.txt",
+        "kata/opt-kata-share-defaults-kata-containers-configuration.toml",
         &network,
     ] {
         assert!(contents.contains(part), "{part}: {contents}");
     }
-    for part in [&format!("sandboxes/{}.json", sandbox.id), "peerpod_node_", "agent listens", "eth0"] {
+    for part in [
+        &format!("sandboxes/{}.json", sandbox.id),
+        "peerpod_node_",
+        "agent listens",
+        "eth0",
+        "agent.log=debug x.token=…",
+    ] {
         assert!(text.contains(part), "the archive has no {part}");
     }
+    // As a cluster's sysdump asks for it.
+    let socket = line.daemons.run_dir().join("node-admin.sock");
+    let mut command = Command::new(binary("peerpod").unwrap());
+    command.args(["sysdump", "--out", "-", "--socket"]).arg(socket);
+    let output = line.world.node().run(move || command.output()).unwrap().unwrap();
+    let mut unpacked = Vec::new();
+    GzDecoder::new(&*output.stdout).read_to_end(&mut unpacked).unwrap();
+    let text = String::from_utf8_lossy(&unpacked);
+    assert!(text.contains("peerpod-sysdump/node/status.yaml") && !text.contains(&*ticket), "{text}");
+}
+
+/// Starts the command line on a machine whose Kata has a secret among the kernel's parameters.
+fn beside_kata() -> Command {
+    let folder = "/opt/kata/share/defaults/kata-containers";
+    let script = format!(
+        "mount -t tmpfs none /opt\nmkdir -p {folder}\n\
+         echo 'kernel_params = \"agent.log=debug x.token={CANARY}-kernel quiet\"' > {folder}/configuration.toml\n\
+         exec \"$@\"\n"
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-euc", &script, "sh"]).arg(binary("peerpod").unwrap());
+    command
 }
 
 /// The secret of a ticket in a record; the user-data has the same one.

@@ -13,8 +13,8 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
-use super::Cluster;
 use super::cluster::{COMPONENT, NODE};
+use super::{Cluster, text};
 use crate::run;
 
 /// Time limit of a program in a pod. On a node the console and the list of VMs wait for the provider.
@@ -46,11 +46,15 @@ impl Cluster {
         container: &str,
         program: &[&str],
     ) -> anyhow::Result<String> {
-        let words = ["exec", "--namespace", namespace, pod, "--container", container, "--"];
-        let words = self.kubectl(&[&words, program].concat());
+        let words = self.exec_words((namespace, pod), container, program);
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let output = run::output(&words, EXEC).await;
         output.with_context(|| format!("run {} in pod {namespace}/{pod}", program.join(" ")))
+    }
+
+    fn exec_words(&self, (namespace, pod): (&str, &str), container: &str, program: &[&str]) -> Vec<String> {
+        let words = ["exec", "--namespace", namespace, pod, "--container", container, "--"];
+        self.kubectl(&[&words, program].concat())
     }
 
     /// Returns the running pod of `peerpod-node` of each node that has one of its pods, or else the reason why none can
@@ -63,6 +67,18 @@ impl Cluster {
         Ok(by_node(self.ours("Pods").await?, &accounts))
     }
 
+    /// As [`Cluster::node_daemons`], also with the nodes that have a PeerPod and no pod of `peerpod-node`.
+    ///
+    /// # Errors
+    /// The API server refuses or is away.
+    pub(crate) async fn daemons_of_vms(&self) -> anyhow::Result<BTreeMap<String, Result<Pod, String>>> {
+        let mut daemons = self.node_daemons().await?;
+        for node in self.peerpods().await?.iter().filter_map(|one| text(&one.data, "/spec/nodeName")) {
+            daemons.entry(node).or_insert_with(|| Err(NO_DAEMON.to_owned()));
+        }
+        Ok(daemons)
+    }
+
     /// Returns the output of `peerpod` with these words in a pod of `peerpod-node`, by the node's admin socket.
     ///
     /// # Errors
@@ -72,6 +88,20 @@ impl Cluster {
         let name = (&*pod.namespace().unwrap_or_default(), &*pod.name_any());
         let words = [&[PEERPOD], words, &["--socket", &socket]].concat();
         self.exec(name, NODE, &words).await
+    }
+
+    /// Returns the node's own sysdump, of less than `most` bytes, by a pod of `peerpod-node`.
+    ///
+    /// # Errors
+    /// As [`Cluster::exec`], and if the archive is too large, or is not complete within `limit`.
+    pub(crate) async fn sysdump(&self, pod: &Pod, limit: Duration, most: u64) -> anyhow::Result<Vec<u8>> {
+        let socket = format!("{}/{SOCKET}", run_dir(pod));
+        let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
+        let program = [PEERPOD, "sysdump", "--out", "-", "--socket", &socket];
+        let words = self.exec_words((&namespace, &name), NODE, &program);
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let archive = run::bytes(&words, limit, most).await;
+        archive.with_context(|| format!("run peerpod sysdump in pod {namespace}/{name}"))
     }
 
     /// Forwards a free port of the loopback to a port of a pod.

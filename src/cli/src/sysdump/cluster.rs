@@ -1,9 +1,10 @@
-//! The parts of a cluster: custom resources, Peerpod's workloads and logs, Events, Leases, Nodes, configuration.
-//! Secrets are not read.
+//! The parts of a cluster: custom resources, Peerpod's workloads and logs, Events, Leases, Nodes, RuntimeClasses,
+//! configuration. Secrets are not read.
 
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod};
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
 use kube::api::ListParams;
 use peerpod_kube::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
@@ -27,6 +28,8 @@ pub(super) async fn collect(dump: &mut Dump, cluster: &Cluster) -> anyhow::Resul
     dump.value_of("pods", cluster.ours::<Pod>("Pods").await.map_err(Into::into))?;
     let every = ListParams::default;
     dump.value_of("nodes", cluster.list::<Node>("Nodes", every()).await.map_err(Into::into))?;
+    let classes = cluster.list::<RuntimeClass>("RuntimeClasses", every()).await;
+    dump.value_of("runtimeclasses", classes.map_err(Into::into))?;
     let leases = cluster.list::<Lease>("Leases", every()).await.map(|mut leases| {
         leases.retain(|lease| lease.name_any().contains(COMPONENT));
         leases

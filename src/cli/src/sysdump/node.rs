@@ -1,6 +1,8 @@
 //! The parts of a node: the node's own answers, the relay's, configuration, ledger index, network, logs, versions.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -37,14 +39,15 @@ const KATA: [&str; 4] = [
     "/opt/kata/share/defaults/kata-containers/runtime-rs",
     "/usr/share/defaults/kata-containers",
 ];
-/// Name of the part, and the program that prints it.
-const VERSIONS: [(&str, &[&str]); 4] = [
+/// Name of a part, and the program that prints it.
+type Program = (&'static str, &'static [&'static str]);
+const VERSIONS: [Program; 4] = [
     ("kernel", &["uname", "-a"]),
     ("containerd", &["containerd", "--version"]),
     ("cri-o", &["crio", "--version"]),
     ("kata-shim", &["containerd-shim-kata-v2", "--version"]),
 ];
-const NETWORK: [(&str, &[&str]); 6] = [
+const NETWORK: [Program; 6] = [
     ("addresses", &["ip", "-details", "address"]),
     ("rules", &["ip", "rule"]),
     ("routes", &["ip", "route", "show", "table", "all"]),
@@ -73,14 +76,11 @@ pub(super) async fn collect(
     }
     dump.value_of("node/orphans", node.get::<Value>("/v1/orphans").await)?;
     configuration(dump, settings)?;
-    sandboxes(dump, node).await?;
     for (name, program) in VERSIONS {
         dump.text_of(&format!("versions/{name}.txt"), run::output(program, PROGRAM).await)?;
     }
-    dump.text("versions/peerpod.txt", env!("CARGO_PKG_VERSION"))?;
-    for (name, program) in NETWORK {
-        dump.text_of(&format!("network/host/{name}.txt"), run::output(program, PROGRAM).await)?;
-    }
+    let programs = network(dump).await?;
+    sandboxes(dump, node, &programs).await?;
     kata(dump)?;
     match logs::files(logs) {
         Ok(files) => {
@@ -92,6 +92,32 @@ pub(super) async fn collect(
         }
         Err(error) => dump.failed("logs", &error),
     }
+}
+
+/// Adds the network of this machine. Returns those of [`NETWORK`] whose programs are there: the container image has none.
+async fn network(dump: &mut Dump) -> anyhow::Result<Vec<Program>> {
+    let (mut there, mut missing) = (Vec::new(), BTreeSet::<&str>::new());
+    for (name, program) in NETWORK {
+        match run::output(program, PROGRAM).await {
+            Err(error) if is_missing(&error) => missing.extend(program.first().copied()),
+            output => {
+                there.push((name, program));
+                dump.text_of(&format!("network/host/{name}.txt"), output)?;
+            }
+        }
+    }
+    if !missing.is_empty() {
+        let missing: Vec<&str> = missing.into_iter().collect();
+        dump.failures
+            .push(format!("network: the parts of {} are left out: not found here", missing.join(", ")));
+    }
+    Ok(there)
+}
+
+/// Whether the program is not there.
+fn is_missing(error: &anyhow::Error) -> bool {
+    let io = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>());
+    io.is_some_and(|io| io.kind() == ErrorKind::NotFound)
 }
 
 fn lossy(bytes: &[u8]) -> String {
@@ -146,7 +172,7 @@ impl Limits {
 }
 
 /// Adds the list of sandboxes, and details and network of each, within [`Limits`].
-pub(super) async fn sandboxes(dump: &mut Dump, node: &Node) -> anyhow::Result<()> {
+pub(super) async fn sandboxes(dump: &mut Dump, node: &Node, network: &[Program]) -> anyhow::Result<()> {
     let mut limits = Limits { until: Instant::now() + DETAILS, timeouts: 0 };
     let list: anyhow::Result<Vec<Sandbox>> = limits.step(node.get("/v1/sandboxes")).await;
     let found: Vec<Sandbox> = list.iter().flatten().cloned().collect();
@@ -154,7 +180,7 @@ pub(super) async fn sandboxes(dump: &mut Dump, node: &Node) -> anyhow::Result<()
     for (number, sandbox) in found.iter().enumerate() {
         if number >= SANDBOXES || limits.are_reached() {
             dump.failures.push(format!("sandboxes/{}: left out", sandbox.id));
-        } else if !details(dump, node, sandbox, &mut limits).await? {
+        } else if !details(dump, node, sandbox, network, &mut limits).await? {
             dump.failures.push(format!("sandboxes/{}: its other parts are left out", sandbox.id));
         }
     }
@@ -176,6 +202,7 @@ async fn details(
     dump: &mut Dump,
     node: &Node,
     sandbox: &Sandbox,
+    network: &[Program],
     limits: &mut Limits,
 ) -> anyhow::Result<bool> {
     let id = &sandbox.id;
@@ -192,7 +219,7 @@ async fn details(
     }
     let Some(netns) = netns else { return Ok(true) };
     let enter = format!("--net={}", netns.display());
-    for (name, program) in NETWORK {
+    for (name, program) in network {
         if limits.are_reached() {
             return Ok(false);
         }
@@ -203,15 +230,20 @@ async fn details(
 }
 
 fn kata(dump: &mut Dump) -> anyhow::Result<()> {
+    let mut is_there = false;
     for folder in KATA {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let files = entries
             .map(|entry| entry.path())
             .filter(|path| path.extension().is_some_and(|end| end == "toml"));
         for path in files {
+            is_there = true;
             let name = path.display().to_string().trim_start_matches('/').replace('/', "-");
             dump.text_of(&format!("kata/{name}"), logs::tail(&path, LOG))?;
         }
+    }
+    if !is_there {
+        dump.failures.push(format!("kata: no configuration is in {}", KATA.join(", ")));
     }
     Ok(())
 }

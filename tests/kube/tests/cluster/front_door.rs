@@ -3,18 +3,21 @@
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use flate2::Compression;
 use flate2::read::GzDecoder;
+use flate2::write::GzEncoder;
 use k8s_openapi::api::apps::v1::{ControllerRevision, DaemonSet};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Namespace, Node, Pod, Secret};
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
-use kube::{Api, Resource as _, ResourceExt};
-use peerpod_kube::crds::PeerpodVolume;
+use kube::{Api, Client, Resource as _, ResourceExt};
+use peerpod_kube::crds::{PeerPodConfig, PeerpodVolume};
 use peerpod_kube::heartbeat;
 use peerpod_test_kube::{program, servers, wait_for};
 use peerpod_test_reference::capture;
@@ -118,7 +121,6 @@ pub(super) async fn shows(world: &World) {
     assert!(code == Some(1) && text.contains("no PeerPod is of pod or sandbox nobody"), "{code:?} {text}");
     asks_the_node(world).await;
     assert!(ok(world, &["version"]).contains("container node: v9.9.9: another version"));
-    dump(world);
     cleans_up_without_a_terminal(world).await;
 
     // A lapsed heartbeat is a fault.
@@ -171,6 +173,7 @@ async fn asks_the_node(world: &World) {
     assert_eq!((&orphans[0]["node"], &orphans[0]["vm"]), (&"front-1".into(), &"vm-lost".into()), "{orphans}");
     let table = ok(world, &["orphans", "--dry-run"]);
     assert!(table.starts_with("NODE ") && table.contains("front-1  vm-lost"), "{table}");
+    dump(world).await;
     fs::remove_dir_all(world.cluster.folder().join("bin")).unwrap();
     let (code, text) = run(world, &["console", "web"]);
     assert!(code == Some(1) && text.contains(&format!("{NS}/peerpod-node-x: ")), "{text}");
@@ -194,6 +197,7 @@ fn kubectl(world: &World) {
     let script = format!(
         "#!/bin/sh\ncase \"$*\" in\n\
          '{begin} describe sandbox-web -o json {socket}') cat {files}/described.json;;\n\
+         '{begin} sysdump --out - {socket}') cat {files}/node.tar.gz;;\n\
          '{begin} console sandbox-web {socket}') echo \"the kernel's line\";;\n\
          '{begin} orphans -o json {socket}') echo '[{{\"vm\": \"vm-lost\", \"state\": \"running\"}}]';;\n\
          *) echo \"unexpected: $*\" >&2; exit 1;;\nesac\n"
@@ -230,7 +234,7 @@ async fn objects(world: &World) {
     };
     let ours = json!({"app.kubernetes.io/name": "peerpod", "app.kubernetes.io/component": "node"});
     let mut daemon = pod("peerpod-node-x", "r.example/peerpod:v9.9.9", ours.clone());
-    daemon.metadata.owner_references = Some(vec![daemon_set(world, &ours).await]);
+    daemon.metadata.owner_references = Some(vec![daemon_set(&world.client, NS, &ours).await]);
     daemon.spec.as_mut().unwrap().service_account_name = Some("peerpod-node".to_owned());
     pods.create(&post, &daemon).await.unwrap();
     for name in ["web", "broken"] {
@@ -243,6 +247,10 @@ async fn objects(world: &World) {
     let map = json!({"metadata": {"name": "c", "labels": {"app.kubernetes.io/name": "peerpod"}},
         "data": {"peerpod.yaml": format!("provider:\n  aws:\n    secret-key: |\n      {CANARY}\nlog: {{level: info}}\n")}});
     maps.create(&post, &from_value(map).unwrap()).await.unwrap();
+    let configs: Api<PeerPodConfig> = Api::namespaced(world.client.clone(), NS);
+    let config = json!({"metadata": {"name": "c", "annotations": {"a": format!("{CANARY}-config")}},
+        "spec": {"nodeSelector": {"example.org/token": format!("{CANARY}-selector")}}});
+    configs.create(&post, &from_value(config).unwrap()).await.unwrap();
     volume(world).await;
     relay(world).await;
     states(world).await;
@@ -263,14 +271,14 @@ async fn volume(world: &World) {
 }
 
 /// Makes the DaemonSet of `peerpod-node` and the binding of its account. Returns the owner of its pods.
-async fn daemon_set(world: &World, ours: &Value) -> OwnerReference {
+pub(super) async fn daemon_set(client: &Client, namespace: &str, ours: &Value) -> OwnerReference {
     let post = PostParams::default();
-    let bindings: Api<ClusterRoleBinding> = Api::all(world.client.clone());
+    let bindings: Api<ClusterRoleBinding> = Api::all(client.clone());
     let binding = json!({"metadata": {"name": "front-node", "labels": ours},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
-        "subjects": [{"kind": "ServiceAccount", "namespace": NS, "name": "peerpod-node"}]});
+        "subjects": [{"kind": "ServiceAccount", "namespace": namespace, "name": "peerpod-node"}]});
     bindings.create(&post, &from_value(binding).unwrap()).await.unwrap();
-    let sets: Api<DaemonSet> = Api::namespaced(world.client.clone(), NS);
+    let sets: Api<DaemonSet> = Api::namespaced(client.clone(), namespace);
     let set = json!({"metadata": {"name": "peerpod-node"}, "spec": {"selector": {"matchLabels": ours},
         "template": {"metadata": {"labels": ours}, "spec": {"containers": [{"name": "node", "image": "x"}]}}}});
     let set = sets.create(&post, &from_value(set).unwrap()).await.unwrap();
@@ -364,16 +372,52 @@ async fn states(world: &World) {
     .unwrap();
 }
 
-fn dump(world: &World) {
+/// Packs the half of a node that leaves secrets in it.
+fn half_of_a_node(file: &Path) {
+    let mut archive = tar::Builder::new(GzEncoder::new(fs::File::create(file).unwrap(), Compression::fast()));
+    let console = format!("login\npassword={CANARY}-console\n");
+    for (name, text) in [("node/readyz.txt", "ready"), ("sandboxes/sandbox-web.console.txt", &*console)] {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(text.len() as u64);
+        header.set_mode(0o600);
+        archive.append_data(&mut header, format!("peerpod-sysdump/{name}"), text.as_bytes()).unwrap();
+    }
+    archive.into_inner().unwrap().finish().unwrap();
+}
+
+/// Collects the state with both halves of a node, and names another node that does not answer.
+async fn dump(world: &World) {
+    let pods: Api<Pod> = Api::namespaced(world.client.clone(), NS);
+    let mut silent = pods.get("peerpod-node-x").await.unwrap();
+    silent.metadata = ObjectMeta {
+        name: Some("peerpod-node-z".to_owned()),
+        labels: silent.metadata.labels,
+        owner_references: silent.metadata.owner_references,
+        ..ObjectMeta::default()
+    };
+    silent.spec.as_mut().unwrap().node_name = Some("front-2".to_owned());
+    pods.create(&PostParams::default(), &silent).await.unwrap();
+    let running = Patch::Merge(json!({"status": {"phase": "Running"}}));
+    pods.patch_status("peerpod-node-z", &PatchParams::default(), &running).await.unwrap();
+    half_of_a_node(&world.cluster.folder().join("bin/node.tar.gz"));
     let contents = ok(world, &["sysdump", "--out", "dump.tar.gz"]);
+    world.delete_pod(NS, "peerpod-node-z").await;
     for part in [
         "peerpods.yaml",
+        "peerpodconfigs.yaml",
+        "peerpodvolumes.yaml",
         "pods.yaml",
-        "nodes.yaml",
+        " nodes.yaml",
+        "runtimeclasses.yaml",
         "leases.yaml",
         "events.yaml",
         "configuration.yaml",
+        "nodes/front-1/node/readyz.txt",
+        "nodes/front-1/sandboxes/sandbox-web.console.txt",
+        "nodes/front-2/no-answer.txt",
+        "versions/peerpod.txt",
         "failures.txt",
+        "peerpod: nodes/front-2: run peerpod sysdump in pod front/peerpod-node-z: ",
     ] {
         assert!(contents.contains(part), "{part}: {contents}");
     }
@@ -383,7 +427,16 @@ fn dump(world: &World) {
     let text = String::from_utf8_lossy(&unpacked);
     let line = text.lines().find(|line| line.contains(CANARY));
     assert_eq!(line, None);
-    for part in ["vm-web", "peerpod-node-x", "peerpod-controller", "front-1", "VMCreated", "level: info"] {
+    for part in [
+        "vm-web",
+        "peerpod-node-x",
+        "peerpod-controller",
+        "front-1",
+        "VMCreated",
+        "level: info",
+        "pvc-1",
+        "password=…",
+    ] {
         assert!(text.contains(part), "the archive has no {part}");
     }
 }

@@ -16,7 +16,7 @@ use crate::node::ADDRESS;
 /// Runs the command line with all rights. Returns its exit code, its output and its errors.
 fn peerpod(case: &Case<'_>, words: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
     let bin = case.node.folder().join(format!("bin-{}", case.namespace));
-    fs::create_dir(&bin)?;
+    fs::create_dir_all(&bin)?;
     let script = format!("#!/bin/sh\nexec {} kubectl \"$@\"\n", servers()?.display());
     fs::write(bin.join("kubectl"), script)?;
     fs::set_permissions(bin.join("kubectl"), fs::Permissions::from_mode(0o755))?;
@@ -68,7 +68,8 @@ pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
     capture("test", "peerpod test", table.trim_start_matches('\n')).map_err(anyhow::Error::msg)
 }
 
-/// Makes a DaemonSet with the node's sockets and an account like that of the chart, and asks its pod.
+/// Makes a DaemonSet with the node's sockets and an account like that of the chart, and asks its pod for orphans and
+/// for the node's half of a sysdump.
 pub(crate) fn orphans(case: &Case<'_>) -> anyhow::Result<()> {
     let program = program("peerpod")?;
     let run = case.node.run_dir()?;
@@ -91,9 +92,17 @@ pub(crate) fn orphans(case: &Case<'_>) -> anyhow::Result<()> {
         program.display(),
         run.display(),
     ))?;
-    case.kubectl(&["rollout", "status", "daemonset/node", "--timeout=120s"])?;
+    // `rollout status` also returns before the controller has counted the node.
+    let available = "--for=jsonpath={.status.numberAvailable}=1";
+    case.kubectl(&["wait", "daemonset/node", available, "--timeout=120s"])?;
     let (code, text, errors) = peerpod(case, &["orphans", "-o", "json"])?;
     let read: Value = serde_json::from_str(&text).with_context(|| format!("{text}{errors}"))?;
     ensure!(code == Some(0) && read.is_array(), "{code:?} {text} {errors}");
+    let out = case.node.folder().join(format!("{}.tar.gz", case.namespace));
+    let (code, contents, errors) = peerpod(case, &["sysdump", "--out", &out.display().to_string()])?;
+    for part in ["node/status.yaml", "node/metrics.txt", "sandboxes/list.yaml", "ledger-index.txt"] {
+        let part = format!(" nodes/{NODE}/{part}");
+        ensure!(code == Some(0) && contents.contains(&part), "{part}: {code:?} {contents} {errors}");
+    }
     case.kubectl(&["delete", "clusterrolebinding", &binding]).map(drop)
 }
