@@ -19,7 +19,7 @@ use peerpod_base::config::Sources;
 use peerpod_common::files;
 use serde_json::Value;
 
-use crate::item::{Item, Report};
+use crate::item::{Area, Item, Report};
 use config::Config;
 
 use crate::output::Output;
@@ -97,6 +97,9 @@ async fn check(args: &Args, config: &Config) -> Vec<Item> {
         items.extend(network::daemons(config));
     }
     items.extend(network::check(config, args.pre, &seen.peers));
+    if !args.pre {
+        items.push(Area::Network.item("vms", network::vms::check(config).await));
+    }
     items.extend(provider::check(config, network::is_running(config), args.pre).await);
     items
 }

@@ -1,10 +1,12 @@
-//! Checks ports, other nodes, and the MTU of the node's network. Opens sockets only.
+//! Checks ports, other nodes, and the MTU of the node's network. Opens sockets only, and asks the node for its VMs.
 
 mod path;
+pub(super) mod vms;
 
 use std::fs::read_to_string;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::thread::sleep;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -14,6 +16,8 @@ use crate::item::{Area, Item, Outcome, failed, skipped, warning};
 
 /// Time limit of a connection.
 const CONNECT: Duration = Duration::from_secs(3);
+/// Time for the report of a machine or firewall that refuses a UDP packet.
+const REPORT: Duration = Duration::from_millis(500);
 /// Size limit of an answer of `/readyz`.
 const MOST_ANSWER: u64 = 64 << 10;
 /// Most other nodes that are dialled.
@@ -32,8 +36,9 @@ pub(super) fn check(config: &Config, pre: bool, peers: &[IpAddr]) -> Vec<Item> {
         items.push(Area::Network.item(key, free(key, &config.text(key), bound.map(drop))));
     }
     if !pre {
-        items.push(Area::Network.item("other-nodes", others(config, peers)));
-        items.push(Area::Network.item("path-mtu", path::check(&relays(config, peers), uplink())));
+        let (answering, outcome) = others(config, peers);
+        items.push(Area::Network.item("other-nodes", outcome));
+        items.push(Area::Network.item("path-mtu", path::check(&answering, uplink())));
     }
     items.push(Area::Network.item("mtu", mtu(uplink())));
     items
@@ -118,30 +123,59 @@ fn free(key: &str, address: &str, bound: io::Result<()>) -> Outcome {
     }
 }
 
-/// Addresses of the relays of other nodes, by this node's port.
-fn relays(config: &Config, peers: &[IpAddr]) -> Vec<SocketAddr> {
+/// Dials the relays of other nodes by TCP, and sends each a UDP packet. Each node's check does that, so both ways are
+/// tried. Returns the relays that answer TCP. A relay answers UDP to its own VMs only, so only a refusal shows here.
+fn others(config: &Config, peers: &[IpAddr]) -> (Vec<SocketAddr>, Outcome) {
+    if peers.is_empty() {
+        return (Vec::new(), skipped("no other node with peer pods is known here"));
+    }
     let port = config.port("relay.listen").unwrap_or_default();
-    peers.iter().map(|peer| SocketAddr::new(*peer, port)).collect()
+    let relays: Vec<SocketAddr> = peers.iter().map(|peer| SocketAddr::new(*peer, port)).collect();
+    let (mut answering, mut faults) = (Vec::new(), Vec::new());
+    for relay in &relays {
+        match TcpStream::connect_timeout(relay, CONNECT) {
+            Ok(_) => answering.push(*relay),
+            Err(why) => faults.push(format!("TCP {relay} ({why})")),
+        }
+    }
+    faults.extend(refusals(&relays).into_iter().map(|(relay, why)| format!("UDP {relay} ({why})")));
+    let outcome = if faults.is_empty() {
+        Ok(format!(
+            "the relays of {} other nodes answer at TCP port {port}, and UDP is not refused",
+            peers.len()
+        ))
+    } else {
+        failed(format!("no way to {}", faults.join(", ")), open_ports(config))
+    };
+    (answering, outcome)
 }
 
-/// Dials the relays of other nodes: each node's check does that, so both ways are tried.
-fn others(config: &Config, peers: &[IpAddr]) -> Outcome {
-    let port = config.port("relay.listen").unwrap_or_default();
-    let refusal = |address: &SocketAddr| {
-        TcpStream::connect_timeout(address, CONNECT).err().map(|why| format!("{address} ({why})"))
+/// Remedy of a closed way between nodes and VMs.
+fn open_ports(config: &Config) -> String {
+    let (port, tunnel) = (config.port("relay.listen").unwrap_or_default(), config.text("tunnel.port"));
+    format!("open TCP and UDP {port} and UDP {tunnel} between nodes and VMs in security groups and firewalls")
+}
+
+/// Sends each address a UDP packet. Returns those for which this or another machine reports that it does not arrive.
+fn refusals(relays: &[SocketAddr]) -> Vec<(SocketAddr, io::Error)> {
+    let send = |relay: &SocketAddr| {
+        let any: IpAddr =
+            if relay.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect(relay)?;
+        // No question of a guest, so the relay is silent.
+        socket.send(&[0])?;
+        io::Result::Ok(socket)
     };
-    let silent: Vec<String> = relays(config, peers).iter().filter_map(refusal).collect();
-    if peers.is_empty() {
-        return skipped("no other node with peer pods is known here");
-    }
-    if silent.is_empty() {
-        return Ok(format!("the relays of {} other nodes answer at TCP port {port}", peers.len()));
-    }
-    let tunnel = config.text("tunnel.port");
-    let remedy = format!(
-        "open TCP and UDP {port} and UDP {tunnel} between nodes and VMs in security groups and firewalls"
-    );
-    failed(format!("no answer from {}", silent.join(", ")), remedy)
+    let sent: Vec<(SocketAddr, io::Result<UdpSocket>)> =
+        relays.iter().map(|relay| (*relay, send(relay))).collect();
+    sleep(REPORT);
+    let refusal =
+        |(relay, socket): (SocketAddr, io::Result<UdpSocket>)| match socket.map(|one| one.take_error()) {
+            Ok(Ok(None)) => None,
+            Ok(Ok(Some(why)) | Err(why)) | Err(why) => Some((relay, why)),
+        };
+    sent.into_iter().filter_map(refusal).collect()
 }
 
 /// Returns the device of the default route, and its MTU.
@@ -189,6 +223,15 @@ mod tests {
             .item("x", free("relay.listen", &address.to_string(), TcpListener::bind(address).map(drop)));
         assert!(item.verdict == Verdict::Failed && item.cause.ends_with("is in use"), "{item:?}");
         assert!(item.remedy.contains("relay.listen"), "{item:?}");
+    }
+
+    #[test]
+    fn a_refused_udp_packet_is_named() {
+        let open = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let closed = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let found = refusals(&[open.local_addr().unwrap(), closed]);
+        let found: Vec<_> = found.into_iter().map(|(relay, why)| (relay, why.kind())).collect();
+        assert_eq!(found, [(closed, ErrorKind::ConnectionRefused)]);
     }
 
     #[test]

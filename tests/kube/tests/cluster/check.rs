@@ -10,6 +10,7 @@ use peerpod_test_reference::capture;
 use peerpod_world::Settings;
 use serde_json::Value;
 
+use super::by_node;
 use super::node_common::{LIMIT, NODE, OWN, Rig};
 
 const CONTAINERD: &str = "etc/containerd/config.toml";
@@ -74,7 +75,11 @@ impl Node<'_> {
 
     /// Runs the check on the node, as JSON.
     fn check(&self, kubeconfig: &Path, more: &[&str]) -> Report {
-        let output = self.output(kubeconfig, &[&["-o", "json"], more].concat());
+        self.report(self.command(kubeconfig, more))
+    }
+
+    fn report(&self, mut command: Command) -> Report {
+        let output = self.rig.world.node().run(|| command.args(["-o", "json"]).output()).unwrap().unwrap();
         let read: Value = serde_json::from_slice(&output.stdout)
             .unwrap_or_else(|why| panic!("{why}: {}", String::from_utf8_lossy(&output.stderr)));
         Report { items: read["items"].as_array().unwrap().clone(), code: output.status.code() }
@@ -82,19 +87,21 @@ impl Node<'_> {
 
     /// Returns the text of a check, with the paths of a real node.
     fn text(&self) -> String {
-        let text = String::from_utf8(self.output(&self.admin(), &[]).stdout).unwrap();
+        let mut command = self.command(&self.admin(), &[]);
+        let output = self.rig.world.node().run(|| command.output()).unwrap().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
         let program = program("peerpod").unwrap();
         let [root, world, programs] = [&*self.root, self.rig.world.folder(), program.parent().unwrap()]
             .map(|folder| folder.to_str().unwrap());
         text.replace(root, "").replace(world, "").replace(programs, "/usr/bin")
     }
 
-    fn output(&self, kubeconfig: &Path, more: &[&str]) -> std::process::Output {
+    fn command(&self, kubeconfig: &Path, more: &[&str]) -> Command {
         let mut command = Command::new(program("peerpod").unwrap());
         command.arg("check").arg("--config").arg(self.rig.daemons.config()).arg("--root").arg(&self.root);
         command.arg(format!("--kubernetes.kubeconfig={}", kubeconfig.display())).args(more);
         command.env("PEERPOD_TESTING", "1");
-        self.rig.world.node().run(|| command.output()).unwrap().unwrap()
+        command
     }
 
     fn runtime(&self, version: &str) {
@@ -127,7 +134,7 @@ async fn a_check_names_each_fault_and_its_remedy() {
     let node = Node { rig: &rig, root: root.clone() };
     node.heal();
     node.runtime("1.7.24");
-    another_node(&rig);
+    another_node(&rig, "worker-2", "127.0.0.1");
     let mut report = node.check(&node.admin(), &[]);
     // The condition follows the capacity.
     wait_for("a node without faults", LIMIT, async || {
@@ -151,6 +158,7 @@ async fn a_check_names_each_fault_and_its_remedy() {
     peerpod_tests::report("check_items", report.items.len() as f64);
 
     account_of_the_chart(&node).await;
+    closed_ways(&node).await;
     faults_of_the_files(&node);
     faults_of_the_cluster(&node);
     // Without faults of the daemons, whose number grows with the time.
@@ -199,14 +207,45 @@ async fn account_of_the_chart(node: &Node<'_>) {
 }
 
 /// Makes another node, whose address leads to the relay of the first one.
-fn another_node(rig: &Rig) {
-    rig.apply(&serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "worker-2"}}));
+fn another_node(rig: &Rig, name: &str, address: &str) {
+    rig.apply(&serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}));
     let status = serde_json::json!({"status": {
-        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}], "capacity": {"kata.peerpods.io/vm": "50"},
+        "addresses": [{"type": "InternalIP", "address": address}], "capacity": {"kata.peerpods.io/vm": "50"},
     }});
-    let words =
-        ["patch", "node", "worker-2", "--subresource=status", "--type=merge", "-p", &status.to_string()];
+    let words = ["patch", "node", name, "--subresource=status", "--type=merge", "-p", &status.to_string()];
     rig.cluster.kubectl(&words).unwrap();
+}
+
+/// A firewall that drops TCP to one relay, refuses UDP to another one, and drops UDP of the node's own VMs.
+const FIREWALL: &str = "table inet closed {\n chain in {\n type filter hook input priority -290\n\
+    ip daddr 127.0.0.3 tcp dport 15151 drop\n ip daddr 127.0.0.4 udp dport 15151 reject\n\
+    iifname pplocal0 udp dport 15151 drop\n}\n}";
+
+/// Closes the ways to two other nodes, and from a VM to its node.
+async fn closed_ways(node: &Node<'_>) {
+    let rig = node.rig;
+    rig.world.node().shell(&format!("nft -f - <<'EOF'\n{FIREWALL}\nEOF"), &[]).unwrap();
+    for (name, address) in [("worker-3", "127.0.0.3"), ("worker-4", "127.0.0.4")] {
+        another_node(rig, name, address);
+    }
+    rig.pod("closed");
+    let running = rig.run("closed").await;
+    by_node::seen(rig, "closed", &running.id).await;
+    let report = node.check(&node.admin(), &[]);
+    report.names("network/other-nodes", "open TCP and UDP 15151 and UDP 4789 between nodes and VMs");
+    let warnings = report.of("warning").join("\n");
+    for part in ["network/vms", "shop/closed: no probe came back", "open TCP and UDP 15151"] {
+        assert!(warnings.contains(part), "{part}: {warnings}");
+    }
+    let failed = report.of("failed").join("\n");
+    for closed in ["no way to TCP 127.0.0.3:15151 (", "UDP 127.0.0.4:15151 ("] {
+        assert!(failed.contains(closed), "{closed}: {failed}");
+    }
+    assert!(!failed.contains("127.0.0.1:15151") && !failed.contains("TCP 127.0.0.4"), "{failed}");
+    rig.stop(running).await;
+    rig.delete_pod("closed");
+    rig.cluster.kubectl(&["delete", "node", "worker-3", "worker-4"]).unwrap();
+    rig.world.node().shell("nft delete table inet closed", &[]).unwrap();
 }
 
 /// Breaks the runtime's and Kata's files, one after another.
@@ -252,6 +291,13 @@ fn faults_of_the_cluster(node: &Node<'_>) {
     let file = cluster.folder().join("away.kubeconfig");
     fs::write(&file, away).unwrap();
     node.check(&file, &[]).names("cluster/api-server", "correct the kubeconfig");
+    // A pod without the token of its account.
+    let config = node.root.join("empty.yaml");
+    fs::write(&config, "{}\n").unwrap();
+    let mut in_pod = Command::new(program("peerpod").unwrap());
+    in_pod.arg("check").arg("--config").arg(&config).arg("--root").arg(&node.root);
+    in_pod.env_remove("KUBECONFIG").env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("HOME", &node.root);
+    node.report(in_pod).names("cluster/api-server", "mount its service account's token");
     cluster.kubectl(&["delete", "runtimeclass", "kata-remote"]).unwrap();
     cluster.kubectl(&["delete", "crd", "peerpodvolumes.confidentialcontainers.org"]).unwrap();
     let report = node.check(&admin, &[]);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod by_node;
 mod chart;
 mod chart_package;
 mod chart_release;
