@@ -12,6 +12,9 @@ for folder in pts shm mqueue; do
     [ ! -d "/dev/$folder" ] || { mkdir -p "/run/dev/$folder" && mount --rbind "/dev/$folder" "/run/dev/$folder"; }
 done
 mount --rbind /run/dev /dev
+# Kata's programs, and the container runtime's configuration.
+mount -t tmpfs -o mode=755 tmpfs /opt
+mount -t tmpfs -o mode=755 tmpfs /etc/containerd
 mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
 for controller in $controllers; do
     mkdir "/sys/fs/cgroup/$controller"

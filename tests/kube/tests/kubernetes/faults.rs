@@ -61,7 +61,7 @@ const FAULTS: [(&str, Outcome, Fault); 14] = [
     ("the image registry, for a while", Outcome::Unnoticed, registry_away),
     ("the space of the state's disk, until an event says so", Outcome::Unnoticed, disk_full),
     ("the right time of relay and node: one day forth and back", Outcome::Unnoticed, other_time),
-    ("one shim", Outcome::Restarted, |_| kill("kata/shim", Some("-o"))),
+    ("one shim", Outcome::Restarted, |_| kill("containerd-shim-kata", Some("-o"))),
     ("Kata's agent of one VM", Outcome::Restarted, |_| kill("kata-agent --config", Some("-o"))),
     ("one VM", Outcome::Restarted, |_| kill("/opt/peerpod/peerpod-guest", Some("-o"))),
     ("relay", Outcome::Restarted, |node| node.restart_daemon("relay")),

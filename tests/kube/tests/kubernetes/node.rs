@@ -37,8 +37,13 @@ pub(crate) const SLOW: u16 = 5002;
 const REQUEST_TIMEOUT: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(120)];
 /// Time limit of the node's start.
 const READY: Duration = Duration::from_secs(120);
-/// Name of the shim in containerd's PATH, which follows from the runtime's type.
-const SHIM: &str = "containerd-shim-kata-remote-v2";
+/// Folder of Kata's shim, as Kata's releases have it.
+const KATA_BIN: &str = "/opt/kata/bin";
+/// Name of the shim, and of the link that containerd finds by the runtime's type.
+const SHIM: [&str; 2] = ["containerd-shim-kata-v2", "containerd-shim-kata-remote-v2"];
+/// Kata's configuration.
+pub(crate) const KATA_FILE: &str = "/opt/kata/share/defaults/kata-containers/configuration-remote.toml";
+const CONTAINERD_FILE: &str = "/etc/containerd/config.toml";
 
 /// A program that can be started again.
 struct Program {
@@ -163,7 +168,7 @@ impl Node {
         let bundles = layout.containerd.join("io.containerd.runtime.v2.task/k8s.io");
         fs::create_dir_all(&bundles)?;
         share(&layout.kubelet)?;
-        let mut processes = vec![containerd(&folder, layout, &kata, &at)?];
+        let mut processes = vec![containerd(&folder, layout, &at)?];
         // kubelet ends when it finds no container runtime.
         let socket = folder.join("containerd.sock");
         wait_for("containerd answers", READY, async || Ok(UnixStream::connect(&socket).ok())).await?;
@@ -439,16 +444,19 @@ pub(crate) fn read(runtime: &Handle, client: &Client, path: &str) -> anyhow::Res
 const RUNTIME_CLASS: &str = "{apiVersion: node.k8s.io/v1, kind: RuntimeClass, metadata: {name: kata-remote}, \
      handler: kata-remote}";
 
-/// Unpacks Kata's programs from `KATA_DIR`.
+/// Unpacks Kata's programs from `KATA_DIR`. The shim goes to [`KATA_BIN`]; returns the folder of the others.
 fn unpack_kata(folder: &Path) -> anyhow::Result<PathBuf> {
     let from =
         env::var_os("KATA_DIR").context("KATA_DIR is not set: see \"Kata's programs\" in CONTRIBUTING")?;
     let (from, to) = (PathBuf::from(from), folder.join("kata"));
     fs::create_dir(&to)?;
+    let shim = Path::new(KATA_BIN).join(SHIM[0]);
+    fs::create_dir_all(KATA_BIN)?;
+    symlink(SHIM[0], Path::new(KATA_BIN).join(SHIM[1]))?;
     let script = "set -eu; cd \"$1\"\n\
          xz -dc \"$0/pause_bundle.tar.xz\" | tar -x; xz -dc \"$0/kata-agent.xz\" >pause_bundle/kata-agent\n\
-         xz -dc \"$0/containerd-shim-kata-v2-go.xz\" >shim; chmod 755 pause_bundle/kata-agent shim";
-    let done = Command::new("sh").args(["-c", script]).args([&from, &to]).output()?;
+         xz -dc \"$0/containerd-shim-kata-v2-go.xz\" >\"$2\"; chmod 755 pause_bundle/kata-agent \"$2\"";
+    let done = Command::new("sh").args(["-c", script]).args([&from, &to, &shim]).output()?;
     ensure!(done.status.success(), "unpack {}: {}", from.display(), String::from_utf8_lossy(&done.stderr));
     // This program starts the agent (see `agent`).
     symlink(env::current_exe()?, to.join("agent"))?;
@@ -509,10 +517,7 @@ fn trust(folder: &Path, registry: &SocketAddr) -> anyhow::Result<()> {
 }
 
 /// Starts containerd with CNI's bridge and the runtime `kata-remote`, configured by the files that users get.
-fn containerd(folder: &Path, layout: &Layout, kata: &Path, registry: &SocketAddr) -> anyhow::Result<Program> {
-    let path = folder.join("path");
-    fs::create_dir(&path)?;
-    symlink(kata.join("shim"), path.join(SHIM))?;
+fn containerd(folder: &Path, layout: &Layout, registry: &SocketAddr) -> anyhow::Result<Program> {
     let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
     trust(folder, registry)?;
     fs::create_dir(folder.join("cni"))?;
@@ -530,10 +535,9 @@ fn containerd(folder: &Path, layout: &Layout, kata: &Path, registry: &SocketAddr
     let shim = fs::read_to_string(project("deploy/kata/configuration-remote-go.toml"))?
         .replace("/run/peerpod", &layout.run.to_string_lossy())
         .replace("/var/lib/kubelet", &layout.kubelet.to_string_lossy());
-    fs::write(folder.join("kata.toml"), shim)?;
-    let runtime = fs::read_to_string(project("deploy/kata/containerd-1.toml"))?
-        .replace("/opt/kata/share/defaults/kata-containers/configuration-remote.toml", &at("kata.toml"))
-        .replace("/opt/kata/bin/containerd-shim-kata-v2", &at("kata/shim"));
+    fs::create_dir_all(Path::new(KATA_FILE).parent().context("the folder of Kata's configuration")?)?;
+    fs::write(KATA_FILE, shim)?;
+    let runtime = fs::read_to_string(project("deploy/kata/containerd-1.toml"))?;
     let config = format!(
         "{runtime}\n\
          [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
@@ -557,9 +561,9 @@ fn containerd(folder: &Path, layout: &Layout, kata: &Path, registry: &SocketAddr
         ),
         1,
     );
-    fs::write(folder.join("containerd.toml"), config)?;
-    let path = format!("PATH={}:{}", path.display(), env::var("PATH").unwrap_or_default());
-    let words = vec![path, "containerd".to_owned(), "--config".to_owned(), at("containerd.toml")];
+    fs::write(CONTAINERD_FILE, config)?;
+    let path = format!("PATH={KATA_BIN}:{}", env::var("PATH").unwrap_or_default());
+    let words = [&*path, "containerd", "--config", CONTAINERD_FILE].map(str::to_owned).to_vec();
     Program::start("containerd", Path::new("env"), words, folder)
 }
 

@@ -3,7 +3,7 @@
 # in memory is gone: mounts, sockets, network namespaces, rules.
 set -u
 folder=$1
-for pattern in kata/shim containerd-shim-runc-v2; do pkill -KILL -f "$pattern"; done
+for pattern in containerd-shim-kata containerd-shim-runc-v2; do pkill -KILL -f "$pattern"; done
 mounts() { awk -v folder="$folder/" '{ if (index($5, folder) == 1) print $5 }' /proc/self/mountinfo; }
 for part in containerd/state kubelet/pods run; do
     mounts | grep "^$folder/$part/" | sort -r | xargs -r -n 1 umount -l
