@@ -59,17 +59,17 @@ impl Cluster {
         run(self.folder(), Some(&self.folder().join("admin.kubeconfig")), words)
     }
 
-    /// Installs the chart like a user into this namespace, which it makes. Returns when the custom resources are
-    /// established.
+    /// Installs the chart like a user into this namespace, which it makes. Returns Helm's output when the custom resources
+    /// are established.
     ///
     /// # Errors
     /// As [`helm`].
-    pub fn install(&self, namespace: &str, more: &[&str]) -> Result<()> {
+    pub fn install(&self, namespace: &str, more: &[&str]) -> Result<String> {
         let chart = project("deploy/chart");
         let words = ["install", "peerpod", &chart.to_string_lossy(), "-n", namespace, "--create-namespace"];
-        self.helm(&[&words, more].concat())?;
+        let said = self.helm(&[&words, more].concat())?;
         self.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"])?;
-        Ok(())
+        Ok(said)
     }
 
     /// Writes a kubeconfig file for a service account. With a pod, the token is bound to it like a kubelet's.

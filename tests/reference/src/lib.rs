@@ -37,18 +37,22 @@ pub fn capture(name: &str, command: &str, text: &str) -> Result<(), String> {
     compare("front-door.md", name, &text, shape, "PEERPOD_TEST_UPDATE")
 }
 
+/// Headings of lines that differ from run to run.
+const VARYING: [&str; 2] = ["events", "end of the console"];
+
 /// Returns the lines of an output without all that differs between two runs and two machines: words with digits (times,
-/// ids, addresses, sizes), bars, causes of items, log lines, the order of lines, and equal lines.
+/// ids, addresses, sizes), bars, causes of items, Events, log lines after the program's name, the order of lines, and
+/// equal lines.
 fn shape(text: &str) -> String {
     let levels = [" ERROR ", " WARN ", " INFO ", " DEBUG "];
-    let (mut lines, mut is_warning) = (Vec::new(), false);
+    let (mut lines, mut varies) = (Vec::new(), false);
     for line in text.lines() {
         let is_below = line.starts_with("  ");
         if !is_below {
-            is_warning = line.starts_with('!');
+            varies = line.starts_with('!') || VARYING.contains(&line);
         }
         let is_log = levels.iter().any(|level| line.contains(level));
-        if !is_below || !is_log && !is_warning {
+        if !is_below || !is_log && !varies {
             lines.push(shape_of_line(line));
         }
     }
@@ -62,6 +66,13 @@ fn shape_of_line(line: &str) -> String {
     let item = line.strip_prefix(['✓', '!', '-']).and_then(|item| item.split_once(": "));
     if let Some((name, _)) = item.filter(|(name, _)| name.contains('/')) {
         return name.trim_start().to_owned();
+    }
+    let is_time = |word: &str| word.starts_with("20") && word.contains('T') && word.ends_with('Z');
+    let mut words = line.split_whitespace();
+    if let (Some(name), Some(second)) = (words.next(), words.next())
+        && is_time(second)
+    {
+        return name.to_owned();
     }
     let word = |word: &str| if word.contains(|c: char| c.is_ascii_digit()) { "#" } else { word }.to_owned();
     line.split_whitespace()
@@ -330,6 +341,8 @@ mod tests {
         assert_eq!(shape(one), shape(two));
         assert_ne!(shape(one), shape(&two.replace("vm ", "machine ")));
         assert_ne!(shape("✗ kata/shim: no file"), shape("✗ kata/shim: no right"));
+        let [one, two] = ["node   2026-01-01T00:00:00Z a", "events\n  1s  a\nnode 2027-01-01T00:00:00Z b"];
+        assert_eq!(format!("events\n{}", shape(one)), shape(two));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The cases: what users do with pods, each in a Kubernetes namespace of its own.
 
 pub(crate) mod claims;
-mod front_door;
+pub(crate) mod front_door;
 pub(crate) mod images;
 mod life;
 pub(crate) mod network;

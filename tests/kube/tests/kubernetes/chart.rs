@@ -2,13 +2,14 @@
 //! the minimal image with Kata's agent.
 
 mod claims;
+mod front_door;
 mod images;
 mod kustomize;
 mod offers;
 mod removal;
 mod rights;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -44,7 +45,7 @@ const PODS: usize = 30;
 /// Emulated VMs that start at once.
 const AT_ONCE: usize = 3;
 /// Number of the steps, and names of some.
-const STEPS: usize = 21;
+const STEPS: usize = 24;
 const INSTALL: &str = "helm install: all pods are ready";
 const FIRST_POD: &str = "a pod with the runtime class and no other word runs in a VM";
 const CHURN: &str = "pods come and go";
@@ -58,7 +59,10 @@ struct Installed<'a> {
     before: Listing,
     /// Text with all that libvirt had before, as of [`removal::of_libvirt`].
     of_libvirt: String,
-    began: Instant,
+    /// Begin of the installation.
+    began: Cell<Instant>,
+    /// Commands from the empty node to the first pod, each with its output.
+    road: RefCell<Vec<String>>,
 }
 
 type Step = fn(&Installed<'_>) -> anyhow::Result<()>;
@@ -88,11 +92,15 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let before = Listing::before(&node)?;
     let of_libvirt = removal::of_libvirt(&libvirtd)?;
     let libvirtd = RefCell::new(libvirtd);
-    let on = Installed { node: &node, libvirtd, folder, values, before, of_libvirt, began: Instant::now() };
+    let (began, road) = (Cell::new(Instant::now()), RefCell::default());
+    let on = Installed { node: &node, libvirtd, folder, values, before, of_libvirt, began, road };
     let steps: [(&str, Step); STEPS] = [
+        ("the check before the installation finds no fault", front_door::before),
         (INSTALL, install),
         ("each container has the rights that the chart asks for, and no more", rights::check),
         (FIRST_POD, first_pod),
+        ("the command line shows the pod, and the lines of four programs by time", front_door::shows),
+        ("the chart's check ends with 0, and names a fault of the node", front_door::check),
         ("Node, webhook and admission policies are those of the chart", offers::check),
         ("a dozen cases and OOMKilled in VMs of libvirt", dozen),
         (CHURN, churn),
@@ -164,15 +172,26 @@ fn values_for(folder: &Path, vm: &Value) -> Value {
         "node": { "extraVolumes": volumes, "extraVolumeMounts": mounts },
         "controller": { "extraVolumes": volumes, "extraVolumeMounts": mounts },
         "csi": { "drivers": [claims::accounts()] },
+        "check": { "enabled": true },
     })
 }
 
 fn install(on: &Installed<'_>) -> anyhow::Result<()> {
-    on.node.kubectl(&["label", "node", NODE, "katacontainers.io/kata-runtime=true"])?;
     claims::make_namespace(on)?;
+    on.began.set(Instant::now());
+    let label = ["label", "node", NODE, "katacontainers.io/kata-runtime=true"];
+    on.goes(&format!("kubectl {}", label.join(" ")), &on.node.kubectl(&label)?);
     let libvirt = project("providers/libvirt/values.yaml");
-    on.node.cluster.install(NAMESPACE, &["-f", &libvirt.to_string_lossy(), "-f", &on.values])?;
-    on.rolled_out()
+    let said = on.node.cluster.install(NAMESPACE, &["-f", &libvirt.to_string_lossy(), "-f", &on.values])?;
+    let command = "helm install peerpod deploy/chart -n peerpod-system --create-namespace \
+                   -f providers/libvirt/values.yaml -f mine.yaml";
+    // The date has names of days and months.
+    let said: Vec<&str> = said.lines().filter(|line| !line.starts_with("LAST DEPLOYED")).collect();
+    on.goes(command, &said.join("\n"));
+    on.rolled_out()?;
+    let programs = ["-n", NAMESPACE, "get", "daemonsets,deployments"];
+    on.goes(&format!("kubectl {}", programs.join(" ")), &on.node.kubectl(&programs)?);
+    Ok(())
 }
 
 fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
@@ -180,14 +199,19 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
     case.sleeper("p")?;
     println!(
         "       {:6.1} s  from helm install to the first pod's readiness",
-        on.began.elapsed().as_secs_f64()
+        on.began.get().elapsed().as_secs_f64()
     );
     let vms = on.libvirtd.borrow().domains()?;
     ensure!(vms.len() == 1, "{vms:?}");
     let kernel = case.exec("p", &["uname", "-r"])?;
     let ours = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
     ensure!(kernel.trim() != ours, "the pod has the node's kernel {kernel}");
-    Ok(())
+    let columns = "custom-columns=NAME:.metadata.name,CLASS:.spec.runtimeClassName,PHASE:.status.phase";
+    let pods = ["-n", "users", "get", "pods", "-o", columns];
+    on.goes(&format!("kubectl {}", pods.join(" ")), &on.node.kubectl(&pods)?);
+    on.goes("kubectl -n users exec p -- uname -r", &kernel);
+    on.goes("uname -r", &ours);
+    front_door::road(on)
 }
 
 fn dozen(on: &Installed<'_>) -> anyhow::Result<()> {
@@ -394,7 +418,7 @@ impl Installed<'_> {
         let of = |words: &[&str]| self.node.kubectl(words).unwrap_or_else(|error| format!("{error:#}"));
         let pods = of(&["get", "pods", "-A", "-o", "wide"]);
         let events = of(&["get", "events", "-A", "--sort-by=.lastTimestamp"]);
-        let ours = ["node", "relay", "webhook", "controller"];
+        let ours = ["node", "relay", "webhook", "controller", "check"];
         let ours = ours.map(|part| (NAMESPACE, format!("app.kubernetes.io/component={part}")));
         let logs: Vec<_> = ours
             .into_iter()

@@ -14,7 +14,7 @@ use crate::images_common::PORT;
 use crate::node::ADDRESS;
 
 /// Runs the command line with all rights. Returns its exit code, its output and its errors.
-fn peerpod(case: &Case<'_>, words: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+pub(crate) fn peerpod(case: &Case<'_>, words: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
     let bin = case.node.folder().join(format!("bin-{}", case.namespace));
     fs::create_dir_all(&bin)?;
     let script = format!("#!/bin/sh\nexec {} kubectl \"$@\"\n", servers()?.display());
@@ -23,7 +23,7 @@ fn peerpod(case: &Case<'_>, words: &[&str]) -> anyhow::Result<(Option<i32>, Stri
     let mut command = Command::new(program("peerpod")?);
     let path = std::env::var("PATH").unwrap_or_default();
     command.args(words).env("PATH", format!("{}:{path}", bin.display()));
-    command.arg("--kubeconfig").arg(case.node.cluster.folder().join("admin.kubeconfig"));
+    command.env("KUBECONFIG", case.node.cluster.folder().join("admin.kubeconfig"));
     let output = command.output()?;
     let [text, errors] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
