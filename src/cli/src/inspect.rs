@@ -169,7 +169,7 @@ async fn complete(cluster: &Cluster, mut vm: Vm, events: Vec<EventLine>) -> Desc
         Ok(own) => {
             (vm.faults, vm.warnings) = (own.vm.faults, own.vm.warnings);
             vm.facts.extend(own.vm.facts);
-            console = own.console;
+            console = own.console.iter().map(|line| peerpod_base::redact::line(line)).collect();
         }
         Err(error) => vm.warnings.push(format!(
             "network, guest, faults and console are not shown: {}",
@@ -283,7 +283,7 @@ pub(crate) fn waterfall(vm: &Vm) -> String {
         let bar = format!("{}{}", " ".repeat(from), "█".repeat((to - from.min(to)).max(1)));
         let seconds = |ms: u64| format!("{}.{:03} s", ms / 1000, ms % 1000);
         let took = format!("+{}", seconds(took));
-        writeln!(text, "  {:name$}  {:>10}  {took:>11}  {bar}", stage.name, seconds(stage.at_ms)).ok();
+        writeln!(text, "  {:name$}  {:>10}  {took:>11}  {bar}", safe(&stage.name), seconds(stage.at_ms)).ok();
         before = stage.at_ms;
     }
     text

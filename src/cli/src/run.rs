@@ -29,7 +29,7 @@ pub(crate) async fn output(words: &[&str], limit: Duration) -> anyhow::Result<St
 pub(crate) async fn bytes(words: &[&str], limit: Duration, most: u64) -> anyhow::Result<Vec<u8>> {
     match run(words, limit, most).await? {
         Output::Whole(stdout) => Ok(stdout),
-        Output::Cut(_) => bail!("the output has {most} bytes or more"),
+        Output::Cut(_) => bail!("the output has {most} bytes or more, or the errors have {OUTPUT}"),
     }
 }
 

@@ -7,13 +7,13 @@ mod node;
 mod nodes;
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use k8s_openapi::jiff::Timestamp;
@@ -154,7 +154,9 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
             &[""]
         }
     };
-    let code = if dump.has(folders) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    // Who reads from a pipe takes a failure for a cut archive. The archive says what it lacks.
+    let is_useful = out == Path::new(STDOUT) || dump.has(folders);
+    let code = if is_useful { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     let version = format!("{}, commit {}", env!("CARGO_PKG_VERSION"), COMMIT.unwrap_or("unknown"));
     dump.text("versions/peerpod.txt", &version)?;
     let failures = hide::text(&dump.failures.join("\n"));
@@ -175,6 +177,11 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
 /// Creates the archive, which only its owner can read. `most`: size limit of its content, in bytes.
 fn create(out: &Path, seconds: u64, most: usize) -> anyhow::Result<Dump> {
     let file = if out == Path::new(STDOUT) {
+        let is_terminal = std::io::stdout().is_terminal();
+        ensure!(
+            !is_terminal,
+            "write the archive to standard output: it is a terminal; redirect it or name a file"
+        );
         std::io::stdout().as_fd().try_clone_to_owned().map(File::from)
     } else {
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(out)

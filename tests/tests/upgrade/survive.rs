@@ -469,8 +469,8 @@ impl Drop for StateDisk {
     }
 }
 
-/// Each write to the state folder takes 5 s, and then none ends, as on a stalled disk. Stops are answered all the same,
-/// and are not lost when both daemons are killed meanwhile.
+/// Writes to the state folder stall for 5 s, and then for ever. Stops are answered all the same, and are not lost when
+/// both daemons are killed meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     let world = World::new().unwrap();

@@ -73,7 +73,9 @@ impl Cluster {
     /// The API server refuses or is away.
     pub(crate) async fn daemons_of_vms(&self) -> anyhow::Result<BTreeMap<String, Result<Pod, String>>> {
         let mut daemons = self.node_daemons().await?;
-        for node in self.peerpods().await?.iter().filter_map(|one| text(&one.data, "/spec/nodeName")) {
+        let named = self.peerpods().await?;
+        let named = named.iter().filter_map(|one| text(&one.data, "/spec/nodeName"));
+        for node in named.filter(|node| is_name(node)) {
             daemons.entry(node).or_insert_with(|| Err(NO_DAEMON.to_owned()));
         }
         Ok(daemons)
@@ -190,11 +192,24 @@ fn run_dir(pod: &Pod) -> String {
     mount.map_or_else(|| "/run/peerpod".to_owned(), |mount| mount.mount_path.clone())
 }
 
+/// Whether this can be the name of a Node. A PeerPod's `nodeName` may be any text.
+fn is_name(name: &str) -> bool {
+    let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.');
+    !name.starts_with('.') && name.bytes().all(is_part)
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::{from_value, json};
 
     use super::*;
+
+    #[test]
+    fn a_peerpod_names_no_path_as_its_node() {
+        for (name, is) in [("worker-1.example", true), ("10.0.0.7", true), ("..", false), ("a/b", false)] {
+            assert_eq!(is_name(name), is, "{name}");
+        }
+    }
 
     #[test]
     fn the_folder_of_the_sockets_is_that_of_the_pod() {

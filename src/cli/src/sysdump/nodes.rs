@@ -1,4 +1,4 @@
-//! The nodes' halves in the archive of a cluster: each node's own sysdump, by its pod of `peerpod-node`. It may touch:
+//! The parts of each node in the archive of a cluster: its own sysdump, by its pod of `peerpod-node`. It may touch:
 //! kubectl.
 
 use std::io::Read;
@@ -38,7 +38,13 @@ pub(super) async fn collect(dump: &mut Dump, cluster: &Cluster) -> anyhow::Resul
         Err(error) => return dump.failed("nodes", &error),
     };
     let until = Instant::now() + ALL;
-    let asked = stream::iter(daemons.into_iter().enumerate()).map(async |(number, (node, pod))| {
+    let mut pods = 0;
+    let numbered = daemons.into_iter().map(|(node, pod)| {
+        let number = pods;
+        pods += usize::from(pod.is_ok());
+        (number, node, pod)
+    });
+    let asked = stream::iter(numbered).map(async |(number, node, pod)| {
         let answer = ask(cluster, number, pod, until).await;
         (node, answer)
     });
@@ -84,8 +90,13 @@ fn unpack(dump: &mut Dump, folder: &str, archive: &[u8]) -> anyhow::Result<()> {
         let mut entry = entry.context("read the node's archive")?;
         let name = name_of(&entry.path().context("read the node's archive")?)?;
         ensure!(entry.header().entry_type().is_file(), "{name} is no file");
-        let mut bytes = Vec::new();
+        let (mut bytes, size) = (Vec::new(), entry.size());
         entry.read_to_end(&mut bytes).with_context(|| format!("read {name} in the node's archive"))?;
+        let is_whole = u64::try_from(bytes.len()).is_ok_and(|length| length == size);
+        ensure!(
+            is_whole,
+            "{name} is cut: an archive of more than {UNPACKED} bytes is made by peerpod sysdump on the node"
+        );
         dump.text(&format!("{folder}/{name}"), &String::from_utf8_lossy(&bytes))?;
     }
     Ok(())

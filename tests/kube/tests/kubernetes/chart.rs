@@ -62,7 +62,7 @@ struct Installed<'a> {
     /// Begin of the installation.
     began: Cell<Instant>,
     /// Commands from the empty node to the first pod, each with its output.
-    road: RefCell<Vec<String>>,
+    commands: RefCell<Vec<String>>,
 }
 
 type Step = fn(&Installed<'_>) -> anyhow::Result<()>;
@@ -92,8 +92,8 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
     let before = Listing::before(&node)?;
     let of_libvirt = removal::of_libvirt(&libvirtd)?;
     let libvirtd = RefCell::new(libvirtd);
-    let (began, road) = (Cell::new(Instant::now()), RefCell::default());
-    let on = Installed { node: &node, libvirtd, folder, values, before, of_libvirt, began, road };
+    let (began, commands) = (Cell::new(Instant::now()), RefCell::default());
+    let on = Installed { node: &node, libvirtd, folder, values, before, of_libvirt, began, commands };
     let steps: [(&str, Step); STEPS] = [
         ("the check before the installation finds no fault", front_door::before),
         (INSTALL, install),
@@ -180,17 +180,17 @@ fn install(on: &Installed<'_>) -> anyhow::Result<()> {
     claims::make_namespace(on)?;
     on.began.set(Instant::now());
     let label = ["label", "node", NODE, "katacontainers.io/kata-runtime=true"];
-    on.goes(&format!("kubectl {}", label.join(" ")), &on.node.kubectl(&label)?);
+    on.record(&format!("kubectl {}", label.join(" ")), &on.node.kubectl(&label)?);
     let libvirt = project("providers/libvirt/values.yaml");
     let said = on.node.cluster.install(NAMESPACE, &["-f", &libvirt.to_string_lossy(), "-f", &on.values])?;
     let command = "helm install peerpod deploy/chart -n peerpod-system --create-namespace \
                    -f providers/libvirt/values.yaml -f mine.yaml";
     // The date has names of days and months.
     let said: Vec<&str> = said.lines().filter(|line| !line.starts_with("LAST DEPLOYED")).collect();
-    on.goes(command, &said.join("\n"));
+    on.record(command, &said.join("\n"));
     on.rolled_out()?;
     let programs = ["-n", NAMESPACE, "get", "daemonsets,deployments"];
-    on.goes(&format!("kubectl {}", programs.join(" ")), &on.node.kubectl(&programs)?);
+    on.record(&format!("kubectl {}", programs.join(" ")), &on.node.kubectl(&programs)?);
     Ok(())
 }
 
@@ -208,10 +208,10 @@ fn first_pod(on: &Installed<'_>) -> anyhow::Result<()> {
     ensure!(kernel.trim() != ours, "the pod has the node's kernel {kernel}");
     let columns = "custom-columns=NAME:.metadata.name,CLASS:.spec.runtimeClassName,PHASE:.status.phase";
     let pods = ["-n", "users", "get", "pods", "-o", columns];
-    on.goes(&format!("kubectl {}", pods.join(" ")), &on.node.kubectl(&pods)?);
-    on.goes("kubectl -n users exec p -- uname -r", &kernel);
-    on.goes("uname -r", &ours);
-    front_door::road(on)
+    on.record(&format!("kubectl {}", pods.join(" ")), &on.node.kubectl(&pods)?);
+    on.record("kubectl -n users exec p -- uname -r", &kernel);
+    on.record("uname -r", &ours);
+    front_door::installation(on)
 }
 
 fn dozen(on: &Installed<'_>) -> anyhow::Result<()> {

@@ -19,7 +19,7 @@ pub(in crate::check) async fn check(config: &Config) -> Outcome {
         Ok(vms) => judge(&vms, &open_ports(config)),
         Err(why) => {
             let why = peerpod_base::chain::chain(why.as_ref());
-            skipped(format!("peerpod-node has the reports of its VMs: {why}"))
+            skipped(format!("the reports of VMs are not known: {why}"))
         }
     }
 }
@@ -29,7 +29,10 @@ async fn running(config: &Config) -> anyhow::Result<Vec<Detail>> {
     let all: Vec<Sandbox> = node.get("/v1/sandboxes").await?;
     let mut vms = Vec::new();
     for one in all.iter().filter(|one| one.phase == "running").take(MOST_VMS) {
-        vms.push(node.get(&format!("/v1/sandboxes/{}", one.id)).await?);
+        // A VM may end meanwhile.
+        if let Ok(vm) = node.get(&format!("/v1/sandboxes/{}", one.id)).await {
+            vms.push(vm);
+        }
     }
     Ok(vms)
 }

@@ -45,6 +45,7 @@ fn of(table: &str, sign: char) -> Vec<&str> {
 /// and pods, no new connection to its pods passes. Ends when `is_over` is set.
 fn enforce(case: &Case<'_>, is_over: &AtomicBool) -> anyhow::Result<()> {
     const TABLE: &str = "bridge peerpod_test";
+    const OF_TEST: &str = "peerpod-test-";
     let mut is_closed = false;
     while !is_over.load(Relaxed) {
         thread::sleep(POLL);
@@ -52,10 +53,16 @@ fn enforce(case: &Case<'_>, is_over: &AtomicBool) -> anyhow::Result<()> {
             continue;
         }
         let policies = case.node.read("/apis/networking.k8s.io/v1/networkpolicies")?;
-        let Some(namespace) = policies["items"][0]["metadata"]["namespace"].as_str() else { continue };
+        let mut namespaces = policies["items"].as_array().into_iter().flatten();
+        let namespace = namespaces
+            .find_map(|one| one["metadata"]["namespace"].as_str().filter(|name| name.starts_with(OF_TEST)));
+        let Some(namespace) = namespace else { continue };
         let pods = case.node.read(&format!("/api/v1/namespaces/{namespace}/pods"))?;
         let pods = pods["items"].as_array().context("pods")?;
         let addresses: Vec<_> = pods.iter().filter_map(|pod| pod["status"]["podIP"].as_str()).collect();
+        if addresses.is_empty() {
+            continue;
+        }
         nft(&format!(
             "add table {TABLE}\nadd chain {TABLE} f {{ type filter hook forward priority 0; }}\n\
              add rule {TABLE} f ip daddr {{ {} }} tcp flags & (syn | ack) == syn drop\n",
@@ -111,8 +118,8 @@ pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
     capture("test", &command, table.trim_start_matches('\n')).map_err(anyhow::Error::msg)
 }
 
-/// Makes a DaemonSet with the node's sockets and an account like that of the chart, and asks its pod for orphans and
-/// for the node's half of a sysdump.
+/// Makes a DaemonSet with the node's sockets and an account like that of the chart. Asks its pod for orphans and for the
+/// node's sysdump.
 pub(crate) fn orphans(case: &Case<'_>) -> anyhow::Result<()> {
     let program = program("peerpod")?;
     let run = case.node.run_dir()?;

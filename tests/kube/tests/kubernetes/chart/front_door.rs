@@ -21,11 +21,11 @@ const SHOWN: (usize, usize) = (2, 200);
 const KEY: &str = "experimental_force_guest_pull";
 
 impl Installed<'_> {
-    /// Adds a command and its output to the road from the empty node to the first pod.
-    pub(super) fn goes(&self, command: &str, output: &str) {
+    /// Records a command of the installation, and its output.
+    pub(super) fn record(&self, command: &str, output: &str) {
         let output = output.replace(&*self.folder.to_string_lossy(), "/test");
         let text = format!("# {command}\n{}\n", output.trim_end());
-        self.road.borrow_mut().push(text);
+        self.commands.borrow_mut().push(text);
     }
 
     /// Returns the output of the command line, which must succeed.
@@ -42,7 +42,7 @@ fn same(name: &str, command: &str, text: &str) -> anyhow::Result<()> {
 
 /// Checks the node before the installation: nothing of Peerpod is there, and nothing is wrong.
 pub(super) fn before(on: &Installed<'_>) -> anyhow::Result<()> {
-    on.goes("kubectl get nodes", &on.node.kubectl(&["get", "nodes"])?);
+    on.record("kubectl get nodes", &on.node.kubectl(&["get", "nodes"])?);
     let mut values: Value = serde_json::from_slice(&fs::read(&on.values)?)?;
     let libvirt = values["config"]["provider"]["libvirt"].as_object_mut().context("settings")?;
     libvirt.retain(|_, setting| !setting.is_null());
@@ -52,16 +52,16 @@ pub(super) fn before(on: &Installed<'_>) -> anyhow::Result<()> {
     let text = on.peerpod(&["check", "--pre", "--config", &file.to_string_lossy()])?;
     let command = "peerpod check --pre --config peerpod.yaml";
     same("check before the installation", command, &text)?;
-    on.goes(&format!("{command} | tail -n 1"), text.trim_end().rsplit('\n').next().unwrap_or_default());
+    on.record(&format!("{command} | tail -n 1"), text.trim_end().rsplit('\n').next().unwrap_or_default());
     Ok(())
 }
 
 /// Compares the way so far with the page.
-pub(super) fn road(on: &Installed<'_>) -> anyhow::Result<()> {
-    let road = on.road.borrow().join("\n");
-    println!("{road}");
-    let (first, rest) = road.split_once('\n').context("commands")?;
-    same("road", first.trim_start_matches("# "), rest)
+pub(super) fn installation(on: &Installed<'_>) -> anyhow::Result<()> {
+    let commands = on.commands.borrow().join("\n");
+    println!("{commands}");
+    let (first, rest) = commands.split_once('\n').context("commands")?;
+    same("installation", first.trim_start_matches("# "), rest)
 }
 
 /// Shows the first pod by the API server.
@@ -119,11 +119,12 @@ pub(super) fn check(on: &Installed<'_>) -> anyhow::Result<()> {
     fs::write(KATA_FILE, wrong)?;
     on.helm_upgrade(&["--reuse-values"])?;
     let case = Case::of(on.node, NAMESPACE);
-    let failed = case.until("a check that has failed", || log(on, 2, "Failed"))?;
+    let failed = case.until("a check that has failed", || log(on, 2, "Failed"));
+    fs::write(KATA_FILE, right)?;
+    let failed = failed?;
     let faults: Vec<&str> = failed.lines().filter(|line| line.starts_with('✗')).collect();
     println!("{NOTE}{}", faults.join("\n"));
     ensure!(matches!(faults[..], [fault] if fault.contains(&format!("kata/key runtime.{KEY}"))), "{failed}");
-    fs::write(KATA_FILE, right)?;
     complete(on, 2)
 }
 
