@@ -30,8 +30,8 @@ const LEAST_FLUSH: u64 = 3;
 async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let node = Node::start_in_machines().await;
     let (full, empty, raw) = (node.disk("full", 64), node.disk("empty", 1024), node.disk("raw", 16));
-    // Data in MiB that is written to a disk, and the disk's speed in KiB/s meanwhile.
-    let (late, speed) = if long() { (4096, 50 << 10) } else { (32, 128) };
+    // Data in MiB that is written to a disk, and the disk's speed in KiB/s meanwhile. A busy machine needs minutes for it.
+    let (late, speed) = if long() { (4096, 50 << 10) } else { (32, 16) };
     let slow = node.disk("slow", 2 * late);
     let files = node.world.folder().join("files");
     fs::create_dir_all(&files).unwrap();
