@@ -6,10 +6,11 @@ use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use futures_util::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
+use peerpod_common::id::SandboxId;
 use peerpod_node::admin::Orphan;
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
@@ -186,10 +187,16 @@ async fn complete(cluster: &Cluster, mut vm: Vm, events: Vec<EventLine>) -> Desc
 
 /// Returns the node's description of the sandbox.
 async fn of_node(cluster: &Cluster, vm: &Vm) -> anyhow::Result<Description> {
-    ensure!(!vm.sandbox.is_empty(), "its PeerPod names no sandbox");
+    let id = sandbox_of(vm)?;
     let pod = daemon_of(cluster, &vm.node, "the sandbox").await?;
-    let text = cluster.ask_daemon(&pod, &["describe", &vm.sandbox, "-o", "json"]).await?;
+    let text = cluster.ask_daemon(&pod, &["describe", id.as_str(), "-o", "json"]).await?;
     serde_json::from_str(&text).with_context(|| format!("read the answer of node {}", vm.node))
+}
+
+/// Returns the id of the VM's sandbox. A PeerPod may have any text there, also an option of the program that gets it.
+fn sandbox_of(vm: &Vm) -> anyhow::Result<SandboxId> {
+    SandboxId::new(&vm.sandbox)
+        .with_context(|| format!("read the sandbox that the PeerPod of {} names", vm.pod))
 }
 
 /// Returns the pod of `peerpod-node` on a node. `what` is the object of the question.
@@ -306,8 +313,9 @@ async fn console_of(source: &Source, vm: &Vm) -> anyhow::Result<String> {
         Source::Node(node) => return node.get(&format!("/v1/sandboxes/{}/console", vm.sandbox)).await,
         Source::Cluster(cluster) => cluster,
     };
+    let id = sandbox_of(vm)?;
     let pod = daemon_of(cluster, &vm.node, "the console").await?;
-    cluster.ask_daemon(&pod, &["console", &vm.sandbox]).await
+    cluster.ask_daemon(&pod, &["console", id.as_str()]).await
 }
 
 /// Prints the end of a VM's console, as the provider has it.
@@ -415,6 +423,14 @@ mod tests {
     use peerpod_node::admin::Stage;
 
     use super::*;
+
+    #[test]
+    fn a_peerpod_gives_the_node_no_option_as_its_sandbox() {
+        for (sandbox, is) in [("a1-b", true), ("", false), ("--config=/x", false), ("../node", false)] {
+            let vm = Vm { sandbox: sandbox.to_owned(), ..Vm::default() };
+            assert_eq!(sandbox_of(&vm).is_ok(), is, "{sandbox}");
+        }
+    }
 
     #[test]
     fn each_stage_begins_where_its_predecessor_ends() {

@@ -154,7 +154,7 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
             &[""]
         }
     };
-    // Who reads from a pipe takes a failure for a cut archive. The archive says what it lacks.
+    // The reader of a pipe takes a failure for a cut archive. `failures.txt` names the parts that are missing.
     let is_useful = out == Path::new(STDOUT) || dump.has(folders);
     let code = if is_useful { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     let version = format!("{}, commit {}", env!("CARGO_PKG_VERSION"), COMMIT.unwrap_or("unknown"));

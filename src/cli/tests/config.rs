@@ -1,5 +1,5 @@
 //! Tests of `peerpod config` with the real program: its exit codes, its output on both streams, and the examples of the
-//! README.
+//! README. Also of an archive to a pipe.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -17,6 +17,16 @@ fn peerpod(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
 fn told(output: &Output) -> (String, String, Option<i32>) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (text(&output.stdout), text(&output.stderr), output.status.code())
+}
+
+/// A cluster's sysdump reads a node's archive from a pipe, also when that node's daemon is away.
+#[test]
+fn an_archive_to_a_pipe_is_whole_without_a_daemon() {
+    let output = peerpod(&["sysdump", "--out", "-", "--socket", "/nonexistent/admin.sock"], &[]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(output.stdout[..2], [0x1f, 0x8b], "gzip");
+    let (_, failures, _) = told(&output);
+    assert!(failures.contains("node/status: ask the node at /nonexistent/admin.sock"), "{failures}");
 }
 
 /// A file of this test, removed on drop.
