@@ -12,13 +12,16 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{Datagram, DatagramKind, HEADER, LARGEST, Search, Token, around};
 
-const BUDGET: Duration = Duration::from_millis(450);
+/// Time limit of a measurement.
+const BUDGET: Duration = Duration::from_secs(2);
 /// Time limit of the first answer, after which all questions are sent again.
 const FIRST_WAIT: Duration = Duration::from_millis(60);
 /// Added to three times the longest round trip seen, before a datagram counts as lost.
 const SLACK: Duration = Duration::from_millis(8);
 /// Attempts with a size before it counts as too large, because one lost packet does not prove a small path MTU.
 const TRIES: usize = 3;
+/// Limit of attempts without an answer to the control, with doubled waits: the relay's rate limit counts each datagram.
+const SLOW_TRIES: u32 = 6;
 
 /// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +34,7 @@ pub enum PathMtu {
     Refused,
 }
 
-/// Measures the path to `relay` with packets of up to `top` bytes. Takes at most half a second. Fails without a route.
+/// Measures the path to `relay` with packets of up to `top` bytes. Takes two seconds at most. Fails without a route.
 ///
 /// cancel safety: may be dropped at any time.
 pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMtu> {
@@ -51,7 +54,7 @@ pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMt
         if sizes.is_empty() || Instant::now() >= asking.end {
             return Ok(search.found().map_or(PathMtu::Silence, PathMtu::Passes));
         }
-        match asking.round(&sizes).await {
+        match asking.round(&sizes, search.found()).await {
             Ok(passed) => search.round(&passed),
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return Ok(PathMtu::Refused),
             Err(e) => return Err(e),
@@ -97,25 +100,41 @@ struct Question {
     nonce: [u8; 8],
     sent: Instant,
     answered: bool,
+    is_control: bool,
+}
+
+impl Question {
+    fn new(size: u32) -> io::Result<Question> {
+        let mut nonce = [0; 8];
+        getrandom::fill(&mut nonce).map_err(io::Error::other)?;
+        Ok(Question { size, nonce, sent: Instant::now(), answered: false, is_control: false })
+    }
 }
 
 impl Asking {
-    /// Sends each size until it is answered or was sent [`TRIES`] times; returns the answered sizes.
-    async fn round(&mut self, sizes: &[u32]) -> io::Result<Vec<u32>> {
-        let mut questions = Vec::with_capacity(sizes.len());
-        for size in sizes {
-            let mut nonce = [0; 8];
-            getrandom::fill(&mut nonce).map_err(io::Error::other)?;
-            questions.push(Question { size: *size, nonce, sent: Instant::now(), answered: false });
-        }
-        for _ in 0..TRIES {
-            if questions.iter().all(|question| question.answered) || Instant::now() >= self.end {
+    /// Sends each size until it is answered or was sent in [`TRIES`] attempts; returns the answered sizes.
+    ///
+    /// An attempt ends with a datagram of `control` bytes, a size that passes. Without its answer the relay or this
+    /// program did not get to run, so that the attempt proves nothing about the other sizes and does not count.
+    async fn round(&mut self, sizes: &[u32], control: Option<u32>) -> io::Result<Vec<u32>> {
+        let mut questions = sizes.iter().copied().map(Question::new).collect::<io::Result<Vec<_>>>()?;
+        let (mut tries, mut slow) = (0, 0);
+        while tries < TRIES && slow < SLOW_TRIES && Instant::now() < self.end {
+            questions.retain(|question| !question.is_control);
+            if questions.iter().all(|question| question.answered) {
                 break;
+            }
+            if let Some(size) = control {
+                questions.push(Question { is_control: true, ..Question::new(size)? });
             }
             for question in questions.iter_mut().filter(|question| !question.answered) {
                 self.send(question).await?;
             }
-            self.collect(&mut questions).await?;
+            self.collect(&mut questions, 1 << slow).await?;
+            match questions.iter().all(|question| question.answered || !question.is_control) {
+                true => tries += 1,
+                false => slow += 1,
+            }
         }
         Ok(questions.into_iter().filter(|question| question.answered).map(|question| question.size).collect())
     }
@@ -132,15 +151,15 @@ impl Asking {
         }
     }
 
-    /// Reads answers until all are there or the time limit has passed.
-    async fn collect(&mut self, questions: &mut [Question]) -> io::Result<()> {
+    /// Reads answers until all are there or the time limit, `times` the usual one, has passed.
+    async fn collect(&mut self, questions: &mut [Question], times: u32) -> io::Result<()> {
         let began = Instant::now();
         while questions.iter().any(|question| !question.answered) {
             let wait = match self.round_trip {
                 Duration::ZERO => FIRST_WAIT,
                 longest => longest * 3 + SLACK,
             };
-            let until = (began + wait).min(self.end);
+            let until = (began + wait * times).min(self.end);
             let received = match timeout_at(until, self.socket.recv(&mut self.buffer)).await {
                 Err(_) => break,
                 Ok(Err(e)) if is_about_a_packet(&e) => continue,
@@ -171,4 +190,43 @@ fn is_about_a_packet(error: &io::Error) -> bool {
         error.raw_os_error().map(Errno::from_raw),
         Some(Errno::EMSGSIZE | Errno::EHOSTUNREACH | Errno::ENETUNREACH | Errno::ENOBUFS | Errno::EPERM)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket as Socket;
+    use std::thread;
+
+    use super::*;
+
+    const TOKEN: Token = Token([3; 16]);
+    const PATH: u32 = 8896;
+    /// Longer than three waits for an answer, as a busy machine makes it.
+    const PAUSE: Duration = Duration::from_millis(100);
+
+    /// Answers what passes a path of [`PATH`] bytes; does nothing for [`PAUSE`] when the second round begins.
+    fn answer_with_a_pause(socket: &Socket) {
+        let mut buffer = vec![0; LARGEST as usize];
+        let mut first = Vec::from_iter(Search::new(9001).next());
+        while let Ok((length, from)) = socket.recv_from(&mut buffer) {
+            let size = length as u32 + around(false);
+            if !first.is_empty() && !first.contains(&size) {
+                first.clear();
+                thread::sleep(PAUSE);
+            }
+            let question = Datagram::read(&buffer[..length]).unwrap();
+            let answer = Datagram { kind: DatagramKind::Answer, ..question }.write(length as u16);
+            if size <= PATH {
+                socket.send_to(&answer, from).unwrap();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_relay_that_pauses_does_not_narrow_the_path() {
+        let relay = Socket::bind("127.0.0.1:0").unwrap();
+        let address = relay.local_addr().unwrap();
+        thread::spawn(move || answer_with_a_pause(&relay));
+        assert_eq!(ask(address, TOKEN, 9001).await.unwrap(), PathMtu::Passes(PATH));
+    }
 }
