@@ -4,6 +4,7 @@
 use std::fs::read_to_string;
 use std::path::Path;
 
+use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetError};
 use peerpod_common::tun::open_tun;
 use peerpod_podnet::mark::Owner;
 use peerpod_podnet::netns::Netns;
@@ -22,8 +23,8 @@ const AS_ROOT: &str = "run the check as root, with the capabilities NET_ADMIN an
 /// Facts that files give.
 struct Facts {
     release: String,
-    /// Active security modules; empty: unknown.
-    modules: String,
+    /// Cause for which Landlock makes no rules.
+    no_landlock: Option<String>,
     seccomp: String,
     status: String,
     profile: String,
@@ -36,8 +37,7 @@ pub(super) fn check(root: &Path, config: &Config) -> Vec<Item> {
     let of_host = |path: &str| super::read(root, path).map(|text| text.trim().to_owned()).unwrap_or_default();
     let facts = Facts {
         release: read("/proc/sys/kernel/osrelease"),
-        // A container has no mount of it.
-        modules: of_host("/sys/kernel/security/lsm"),
+        no_landlock: try_landlock().err().map(|error| error.to_string()),
         seccomp: read("/proc/sys/kernel/seccomp/actions_avail"),
         status: read("/proc/self/status"),
         profile: read("/proc/self/attr/current").trim_end_matches('\0').to_owned(),
@@ -123,16 +123,18 @@ fn capabilities(facts: &Facts) -> Outcome {
     failed(format!("this process lacks {}", missing.join(" and ")), AS_ROOT)
 }
 
+/// Makes rules as the relay does, without applying them. A container does not see the list of security modules.
+fn try_landlock() -> Result<(), RulesetError> {
+    let ruleset = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
+    ruleset.handle_access(AccessFs::from_all(ABI::V1))?.create().map(drop)
+}
+
 fn landlock(facts: &Facts, required: bool) -> Outcome {
-    let Facts { modules, release, .. } = facts;
-    if modules.is_empty() {
-        return skipped("/sys/kernel/security/lsm is not visible here");
-    }
-    if modules.split(',').any(|module| module == "landlock") {
-        return Ok(format!("kernel {release} has Landlock"));
-    }
-    let cause = format!("kernel {release} has no Landlock (security modules: {modules})");
-    let remedy = "use Linux 5.13 or later with landlock in the boot parameter lsm=, or set relay.hardening: best-effort";
+    let Facts { no_landlock, release, .. } = facts;
+    let Some(error) = no_landlock else { return Ok(format!("kernel {release} has Landlock")) };
+    let cause = format!("kernel {release} makes no rules of Landlock here: {error}");
+    let remedy = "use Linux 5.13 or later with landlock in the boot parameter lsm=, and a seccomp profile that permits \
+                  it, or set relay.hardening: best-effort";
     if required { failed(cause, remedy) } else { warning(cause, remedy) }
 }
 
@@ -161,7 +163,7 @@ mod tests {
     fn facts() -> Facts {
         Facts {
             release: "6.8".to_owned(),
-            modules: "lockdown,landlock,apparmor".to_owned(),
+            no_landlock: None,
             seccomp: "kill_process errno allow".to_owned(),
             status: "Name:\tx\nCapEff:\t000001ffffffffff\n".to_owned(),
             profile: "unconfined".to_owned(),
@@ -177,7 +179,7 @@ mod tests {
         };
         assert_eq!(all(&facts()), [Verdict::Ok; 4]);
         let bad = Facts {
-            modules: "capability".to_owned(),
+            no_landlock: Some("not supported".to_owned()),
             seccomp: String::new(),
             status: "CapEff:\t0000000000001000".to_owned(),
             profile: "system_u:system_r:container_t:s0".to_owned(),
@@ -187,6 +189,5 @@ mod tests {
         assert_eq!(all(&bad), [Verdict::Failed; 4]);
         assert!(Area::Kernel.item("x", capabilities(&bad)).cause.ends_with("lacks SYS_ADMIN"));
         assert_eq!(verdict(landlock(&bad, false)), Verdict::Warning);
-        assert_eq!(verdict(landlock(&Facts { modules: String::new(), ..facts() }, true)), Verdict::Skipped);
     }
 }
