@@ -40,6 +40,20 @@ pub fn report_makespan<S: TestCloud>(took: Duration, permitted: Duration, most: 
     assert!(!is_bench() || ratio <= most, "{took:?} where the limit permits {permitted:?}");
 }
 
+/// Returns the settings of a node with the provider of this cloud.
+pub fn settings<S: TestCloud>(site: &S) -> Settings {
+    let kind = S::KIND;
+    let settings = Settings::none()
+        .set("provider.kind", kind)
+        .set("node.relay-addresses", vec!["192.0.2.1:15151"])
+        .set("node.boot-timeout", "20m")
+        .set("node.ticket-ttl", "30m")
+        .set("log.level", "info");
+    site.settings()
+        .into_iter()
+        .fold(settings, |all, (key, value)| all.set(&format!("provider.{kind}.{key}"), value))
+}
+
 /// Running node, and the cloud of its provider. Its processes end when it is dropped.
 pub struct CloudNode<S> {
     /// Relay and node.
@@ -53,16 +67,7 @@ pub struct CloudNode<S> {
 impl<S: TestCloud> CloudNode<S> {
     /// Starts relay and node with the provider of this cloud, and waits for the end of preflight.
     pub async fn start(world: World, site: S, more: impl FnOnce(Settings) -> Settings) -> CloudNode<S> {
-        let kind = S::KIND;
-        let mut settings = Settings::none()
-            .set("provider.kind", kind)
-            .set("node.relay-addresses", vec!["192.0.2.1:15151"])
-            .set("node.boot-timeout", "20m")
-            .set("node.ticket-ttl", "30m")
-            .set("log.level", "info");
-        for (key, value) in site.settings() {
-            settings = settings.set(&format!("provider.{kind}.{key}"), value);
-        }
+        let settings = settings(&site);
         let mut daemons = Daemons::prepare(&world, more(settings)).unwrap();
         daemons.start_relay().unwrap();
         daemons.start_node().unwrap();

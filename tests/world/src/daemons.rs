@@ -436,16 +436,28 @@ impl Daemons {
 
     /// Returns the `/metrics` of `relay` or `node`.
     pub fn metrics(&self, daemon: &str) -> anyhow::Result<String> {
+        self.get(daemon, "/metrics").with_context(|| format!("scrape peerpod-{daemon}"))
+    }
+
+    /// Returns the `/readyz` of the node.
+    pub fn readyz(&self) -> anyhow::Result<Value> {
+        let answer = self.get("node", "/readyz")?;
+        let (_, body) = answer.split_once("\r\n\r\n").context("an answer without a body")?;
+        Ok(serde_json::from_str(body)?)
+    }
+
+    /// Returns the answer of a daemon's port for administrators, with its headers.
+    fn get(&self, daemon: &str, path: &str) -> anyhow::Result<String> {
         let port = if daemon == "relay" { 15152 } else { 15153 };
         let fetch = || -> std::io::Result<String> {
             let mut stream = TcpStream::connect(("127.0.0.1", port))?;
             stream.set_read_timeout(Some(START_PATIENCE))?;
-            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
             let mut text = String::new();
             stream.read_to_string(&mut text)?;
             Ok(text)
         };
-        self.world.node().run(fetch)?.with_context(|| format!("scrape peerpod-{daemon}"))
+        Ok(self.world.node().run(fetch)??)
     }
 
     /// Returns the node's ledger.

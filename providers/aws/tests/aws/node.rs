@@ -6,16 +6,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use peerpod_client::Annotations;
 use peerpod_test_ec2::{Fault, Proxy, rate};
-use peerpod_tests::cloud_node::{CloudNode, is_full, place, report_makespan};
+use peerpod_tests::cloud_node::{CloudNode, is_full, place, report_makespan, settings};
 use peerpod_tests::{report, sample};
-use peerpod_world::{Settings, binary};
+use peerpod_world::{Daemons, Settings, binary, eventually};
 use serde_json::json;
 
-use super::common::Cloud;
+use super::common::{Cloud, PATIENCE};
 
 async fn start(more: impl FnOnce(Settings) -> Settings) -> CloudNode<Cloud> {
     let (world, listener) = place();
@@ -211,6 +211,32 @@ async fn a_refusal_of_ec2_reaches_the_pods_error() {
         }
     }
     assert!(node.site.machines().await.is_empty());
+}
+
+/// Starts a node whose keys have expired. Its `/readyz` has the cause as soon as EC2 has answered once.
+#[tokio::test(flavor = "multi_thread")]
+async fn expired_keys_are_the_cause_in_readyz_at_the_first_answer() {
+    let (world, listener) = place();
+    let cloud = Cloud::behind(Proxy::start_on(listener).await.unwrap()).await;
+    cloud.proxy.expire();
+    cloud.proxy.forget_calls();
+    let mut daemons = Daemons::prepare(&world, settings(&cloud)).unwrap();
+    daemons.start_relay().unwrap();
+    let began = Instant::now();
+    daemons.start_node().unwrap();
+    let mut seen = Vec::new();
+    let refused = eventually("a cause of the provider", PATIENCE, async || {
+        let answer = daemons.readyz().ok()?;
+        let cause = answer["waiting"]["provider"].as_str()?.to_owned();
+        seen.push(cause.clone());
+        (!cause.starts_with("asking provider aws since")).then_some(cause)
+    });
+    let refused = refused.await.unwrap_or_else(|error| panic!("{error}: {seen:?}\n{}", daemons.log_tails()));
+    println!("/readyz has the cause {:?} after the node's start: {refused}", began.elapsed());
+    assert!(refused.contains("RequestExpired") && refused.contains("renew the credentials"), "{refused}");
+    let calls = cloud.proxy.calls();
+    let images = calls.iter().filter(|call| call.action == "DescribeImages").count();
+    assert_eq!(images, 1, "the cause came after a later preflight: {calls:?}");
 }
 
 /// Runs a second node with the same names of cluster and node and a state folder of its own, as of another cluster in

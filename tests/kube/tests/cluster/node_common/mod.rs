@@ -312,17 +312,7 @@ impl Rig {
 
     /// Returns `/readyz`.
     pub(crate) fn readyz(&self) -> Value {
-        let ask = || -> std::io::Result<String> {
-            use std::io::{Read, Write};
-            let mut stream = std::net::TcpStream::connect(("127.0.0.1", 15153))?;
-            stream.set_read_timeout(Some(LIMIT))?;
-            stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
-            let mut text = String::new();
-            stream.read_to_string(&mut text)?;
-            Ok(text)
-        };
-        let answer = self.world.node().run(ask).unwrap().unwrap_or_default();
-        serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap_or_default()).unwrap_or_default()
+        self.daemons.readyz().unwrap_or_default()
     }
 }
 
