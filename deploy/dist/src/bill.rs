@@ -75,9 +75,7 @@ fn version_of(package: &str) -> Result<String> {
 fn metadata(words: &Words) -> Result<Value> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(["metadata", "--locked", "--format-version", "1"]).current_dir(&words.workspace);
-    if let Some(target) = &words.target {
-        command.args(["--filter-platform", target]);
-    }
+    command.args(["--filter-platform", &words.target]);
     if !words.features.is_empty() {
         command.args(["--features", &words.features]);
     }

@@ -8,6 +8,7 @@
 mod bill;
 mod tree;
 
+use std::env::consts::ARCH;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -32,9 +33,9 @@ struct Words {
     /// Features that the programs were built with.
     #[arg(long, default_value = "")]
     features: String,
-    /// Target that the programs were built for.
-    #[arg(long)]
-    target: Option<String>,
+    /// Target that the programs were built for; the default is this machine. The bill has no crates of other systems.
+    #[arg(long, default_value_t = format!("{ARCH}-unknown-linux-gnu"))]
+    target: String,
     /// File of CA certificates for the clouds' services.
     #[arg(long, default_value = "/etc/ssl/certs/ca-certificates.crt")]
     authorities: PathBuf,
