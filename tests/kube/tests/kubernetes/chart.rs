@@ -45,7 +45,7 @@ const PODS: usize = 30;
 /// Emulated VMs that start at once.
 const AT_ONCE: usize = 3;
 /// Number of the steps, and names of some.
-const STEPS: usize = 24;
+const STEPS: usize = 25;
 const INSTALL: &str = "helm install: all pods are ready";
 const FIRST_POD: &str = "a pod with the runtime class and no other word runs in a VM";
 const CHURN: &str = "pods come and go";
@@ -107,6 +107,7 @@ pub(crate) fn run(world: &World) -> anyhow::Result<bool> {
         ("an image of a private registry, by the secret of pod and of service account", private_image),
         ("an image that takes longer than the shim waits, with its progress in Events", slow_image),
         ("a CSI driver with peerpod-csi before it", claims::install),
+        ("peerpod test in VMs of libvirt: each test passes", claims::connectivity),
         ("a claim: the next pod reads the bytes", claims::next_pod),
         ("helm upgrade under an exec, a log, a copy and a volume: nothing is missing", upgrade),
         ("the claim's pod has missed nothing, and nothing is left of the claim", claims::removal),

@@ -3,13 +3,10 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 
 use anyhow::{Context, anyhow, ensure};
 use peerpod_test_kube::{NODE, program, servers};
-use peerpod_test_reference::capture;
 use serde_json::Value;
 
 use super::network::nft;
@@ -42,12 +39,12 @@ fn of(table: &str, sign: char) -> Vec<&str> {
 }
 
 /// Does for the namespace of the first NetworkPolicy what the node's network plugin does not: on the node, between bridge
-/// and pods, no new connection to its pods passes. Ends when `is_over` is set.
-fn enforce(case: &Case<'_>, is_over: &AtomicBool) -> anyhow::Result<()> {
+/// and pods, no new connection to its pods passes. Ends when `is_over` returns true.
+fn enforce(case: &Case<'_>, mut is_over: impl FnMut() -> bool) -> anyhow::Result<()> {
     const TABLE: &str = "bridge peerpod_test";
     const OF_TEST: &str = "peerpod-test-";
     let mut is_closed = false;
-    while !is_over.load(Relaxed) {
+    while !is_over() {
         thread::sleep(POLL);
         if is_closed {
             continue;
@@ -73,28 +70,34 @@ fn enforce(case: &Case<'_>, is_over: &AtomicBool) -> anyhow::Result<()> {
     if is_closed { nft(&format!("delete table {TABLE}\n")) } else { Ok(()) }
 }
 
-/// The local provider's VMs have the node's kernel, and there is one node: all else must pass.
-pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
-    let ready = "{\"status\": {\"conditions\": [{\"type\": \"PeerPodsReady\", \"status\": \"True\"}]}}";
-    case.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=strategic", "-p", ready])?;
-    let egress = format!("{ADDRESS}:{PORT}");
-    let image = image();
-    let words = ["test", "--image", &image, "--egress", &egress, "--storage-class", DRIVER];
-    let is_over = AtomicBool::new(false);
+/// Runs `peerpod test`, whose tests must pass except for `failing` and the one that needs a second node. Calls `beside`
+/// again and again meanwhile. Returns the command and its table, with a fixed name of the namespace.
+pub(crate) fn test(
+    case: &Case<'_>,
+    class: &str,
+    failing: &[&str],
+    mut beside: impl FnMut(),
+) -> anyhow::Result<(String, String)> {
+    let (image, egress) = (image(), format!("{ADDRESS}:{PORT}"));
+    let words = ["test", "--image", &image, "--egress", &egress, "--storage-class", class];
     let (tested, enforced) = thread::scope(|scope| {
-        let plugin = scope.spawn(|| enforce(case, &is_over));
-        let tested = peerpod(case, &words);
-        is_over.store(true, Relaxed);
-        (tested, plugin.join())
+        let tested = scope.spawn(|| peerpod(case, &words));
+        let enforced = enforce(case, || {
+            beside();
+            tested.is_finished()
+        });
+        (tested.join(), enforced)
     });
-    let (code, table, errors) = tested?;
-    enforced.map_err(|_| anyhow!("panic"))?.context("close the pods")?;
-    ensure!(of(&table, '✗') == ["own kernel"] && code == Some(1), "{code:?}\n{table}{errors}");
+    let (code, table, errors) = tested.map_err(|_| anyhow!("panic"))??;
+    enforced.context("close the pods")?;
+    let expected = i32::from(!failing.is_empty());
+    ensure!(of(&table, '✗') == failing && code == Some(expected), "{code:?}\n{table}{errors}");
     ensure!(of(&table, '-') == ["two nodes"], "{table}");
     let passed = of(&table, '✓');
     for test in [
         "start of peer-1",
         "start of plain",
+        "own kernel",
         "logs",
         "service from peer-2",
         "DNS from peer-2",
@@ -108,14 +111,20 @@ pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
         "network policy",
         "clean-up",
     ] {
-        ensure!(passed.contains(&test), "{test}: {table}");
+        ensure!(passed.contains(&test) || failing.contains(&test), "{test}: {table}");
     }
     let left = case.node.kubectl(&["get", "namespaces", "-o", "name"])?;
     ensure!(!left.contains("peerpod-test-"), "{left}");
     let namespace = table.split_whitespace().find(|word| word.starts_with("peerpod-test-"));
     let table = table.replace(namespace.context("a namespace")?, "peerpod-test-x7k2p");
-    let command = format!("peerpod test --storage-class {DRIVER}");
-    capture("test", &command, table.trim_start_matches('\n')).map_err(anyhow::Error::msg)
+    Ok((format!("peerpod test --storage-class {class}"), table.trim_start_matches('\n').to_owned()))
+}
+
+/// The local provider's VMs have the node's kernel, and there is one node: all else must pass.
+pub(crate) fn connectivity(case: &Case<'_>) -> anyhow::Result<()> {
+    let ready = "{\"status\": {\"conditions\": [{\"type\": \"PeerPodsReady\", \"status\": \"True\"}]}}";
+    case.kubectl(&["patch", "node", NODE, "--subresource=status", "--type=strategic", "-p", ready])?;
+    test(case, DRIVER, &["own kernel"], || ()).map(drop)
 }
 
 /// Makes a DaemonSet with the node's sockets and an account like that of the chart. Asks its pod for orphans and for the

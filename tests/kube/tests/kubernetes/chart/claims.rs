@@ -6,11 +6,12 @@ use std::process::Command;
 
 use anyhow::{Context, ensure};
 use peerpod_test_kube::project;
+use peerpod_test_reference::capture;
 use peerpod_world::{POOL, eventually_blocking};
 use serde_json::{Value, json};
 
 use super::{Installed, PATIENCE, copy_folder};
-use crate::cases::{Case, NOTE, claims};
+use crate::cases::{Case, NOTE, claims, front_door};
 use crate::images_common::{Image, PORT};
 use crate::node::ADDRESS;
 
@@ -115,6 +116,14 @@ fn rolled_out(on: &Installed<'_>) -> anyhow::Result<()> {
         on.node.kubectl(&["-n", NAMESPACE, "rollout", "status", object, "--timeout=240s"])?;
     }
     Ok(())
+}
+
+/// `peerpod test` with a volume: the VMs have their own kernel, so that each of its tests passes on the one node.
+pub(super) fn connectivity(on: &Installed<'_>) -> anyhow::Result<()> {
+    let case = Case::new(on.node, "connectivity")?;
+    let refresh = || drop(on.libvirtd.borrow().virsh(&["pool-refresh", POOL])); // as `next_pod` does
+    let (command, table) = front_door::test(&case, DRIVER, &[], refresh)?;
+    capture("test", &command, &table).map_err(anyhow::Error::msg)
 }
 
 /// A pod writes to a claim. The next pod reads it, and writes on until [`removal`].

@@ -79,7 +79,23 @@ pub(super) fn shows(on: &Installed<'_>) -> anyhow::Result<()> {
     same("describe in a cluster", "peerpod describe users/p", &described)?;
     let orphans = on.peerpod(&["orphans", "-o", "json"])?;
     ensure!(orphans.trim() == "[]", "{orphans}");
+    sysdump(on)?;
     logs(on)
+}
+
+/// The archive of the cluster has the objects, the logs, and the parts of the node.
+fn sysdump(on: &Installed<'_>) -> anyhow::Result<()> {
+    let out = on.folder.join("cluster.tar.gz").display().to_string();
+    let mut contents = on.peerpod(&["sysdump", "--out", &out])?;
+    // The names of pods end by chance.
+    let labels = "-o=custom-columns=:metadata.name,:metadata.labels.app\\.kubernetes\\.io/component";
+    for pod in on.node.kubectl(&["-n", NAMESPACE, "get", "pods", "--no-headers", labels])?.lines() {
+        let mut words = pod.split_whitespace();
+        let (name, component) = words.next().zip(words.next()).with_context(|| format!("a pod: {pod}"))?;
+        contents = contents.replace(name, &format!("peerpod-{component}-x7k2p"));
+    }
+    let parts: Vec<&str> = contents.lines().filter(|line| line.starts_with(' ')).collect();
+    same("sysdump of a cluster", "peerpod sysdump", &parts.join("\n"))
 }
 
 /// The lines of node, relay, guest and agent about the pod are in one order of time.
