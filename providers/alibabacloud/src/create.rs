@@ -180,6 +180,7 @@ impl Launch<'_> {
             chosen.market = Some(if seen.is_spot { Market::Spot } else { Market::OnDemand });
         }
         let addresses = seen.map(|seen| seen.addresses(self.alibaba.config.use_public_ip));
+        let chosen = self.alibaba.planner.priced(chosen);
         Ok(Created { id, addresses: addresses.unwrap_or_default(), chosen, disks: Vec::new() })
     }
 }

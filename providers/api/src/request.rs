@@ -253,6 +253,9 @@ pub struct Chosen {
     /// Image, by the cloud's name or id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
+    /// Price at the time of the create, in millionths of the currency of the provider's prices, per hour.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub price: Option<u64>,
 }
 
 /// Result of one call for several VMs. See [`crate::Batch`].

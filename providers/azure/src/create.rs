@@ -130,7 +130,7 @@ impl Launch<'_> {
         Ok(Created {
             id: vm,
             addresses: Vec::new(),
-            chosen: self.offering.chosen(Some(self.image.id.name().to_owned())),
+            chosen: self.azure.planner.priced(self.offering.chosen(Some(self.image.id.name().to_owned()))),
             disks: disks.map(|(disk, lun)| (disk.volume.clone(), DiskIdentity::Lun(lun))).collect(),
         })
     }

@@ -108,7 +108,13 @@ impl Offering {
     /// Returns the choices that this offering is, with the VM's image.
     pub fn chosen(&self, image: Option<String>) -> Chosen {
         let zone = Some(self.zone.clone()).filter(|zone| !zone.is_empty());
-        Chosen { instance_type: Some(self.machine.clone()), zone, market: Some(self.market), image }
+        Chosen {
+            instance_type: Some(self.machine.clone()),
+            zone,
+            market: Some(self.market),
+            image,
+            price: None,
+        }
     }
 }
 

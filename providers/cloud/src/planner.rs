@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use peerpod_provider_api::{CreateRequest, Error, Placement, Rejected};
+use peerpod_provider_api::{Chosen, CreateRequest, Error, Placement, Rejected};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -43,6 +43,14 @@ impl Planner {
     /// Returns the current catalogue.
     pub fn catalogue(&self) -> Arc<Catalogue> {
         Arc::clone(&self.catalogue.read())
+    }
+
+    /// Adds the price to a VM's choices, if the catalogue has it.
+    pub fn priced(&self, chosen: Chosen) -> Chosen {
+        let zone = chosen.zone.as_deref().unwrap_or_default();
+        let offering = chosen.instance_type.as_deref().zip(chosen.market);
+        let price = offering.and_then(|(machine, market)| self.catalogue().prices.get(machine, zone, market));
+        Chosen { price, ..chosen }
     }
 
     /// Replaces the catalogue. Plans in progress keep the old one.

@@ -312,7 +312,7 @@ impl Launch<'_> {
         Created {
             id,
             addresses: addresses.unwrap_or_default(),
-            chosen: self.offering.chosen(Some(self.image.path.clone())),
+            chosen: self.gcp.planner.priced(self.offering.chosen(Some(self.image.path.clone()))),
             disks: volumes.zip(self.disks.iter().map(identity)).collect(),
         }
     }

@@ -194,6 +194,7 @@ impl Launch<'_> {
             zone: Some(self.power_vs.config.zone.clone()),
             market: None,
             image: Some(self.image.to_owned()),
+            price: None,
         };
         Ok(Created { id: id.clone(), addresses: Vec::new(), chosen, disks: Vec::new() })
     }

@@ -152,7 +152,7 @@ impl Launch<'_> {
         Ok(Created {
             id: id.clone(),
             addresses: Vec::new(),
-            chosen: self.offering.chosen(Some(self.image.to_owned())),
+            chosen: self.ibm.planner.priced(self.offering.chosen(Some(self.image.to_owned()))),
             disks: self.request.disks.iter().filter_map(|disk| attached(&disk.volume)).collect(),
         })
     }

@@ -197,6 +197,7 @@ impl Launch<'_> {
             zone: Some(self.shape.place.name.clone()),
             market: None,
             image: Some(self.shape.template.path.clone()),
+            price: None,
         };
         Created { id, addresses, chosen, disks: Vec::new() }
     }

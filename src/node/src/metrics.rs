@@ -192,7 +192,7 @@ impl SandboxMetrics {
     }
 
     fn offering(&self, chosen: Chosen) -> [(&'static str, String); 3] {
-        let chosen = Chosen { image: None, ..chosen };
+        let chosen = Chosen { image: None, price: None, ..chosen };
         let mut known = self.offerings.lock();
         if !known.contains(&chosen) && (known.len() >= MAX_OFFERINGS || !known.insert(chosen.clone())) {
             return ["type", "zone", "market"].map(|label| (label, "other".to_owned()));

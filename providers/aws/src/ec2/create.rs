@@ -6,6 +6,7 @@
 //! EC2 refuses the token, and the VMs of the first call are found by their tag.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use aws_sdk_ec2::operation::create_fleet::CreateFleetOutput;
@@ -234,12 +235,13 @@ impl Launch<'_> {
                 zone: offering.map(|one| one.zone.clone()),
                 market: offerings.first().map(|one| one.market),
                 image: self.image_id(),
+                price: None,
             };
             for id in one.instance_ids.unwrap_or_default() {
                 if is_spot(offerings) {
                     self.aws.spots.made(&id, machine.as_deref());
                 }
-                outcome.made.push(created(id, Vec::new(), chosen.clone())?);
+                outcome.made.push(self.named(id, Vec::new(), chosen.clone())?);
             }
         }
         for error in answer.errors.unwrap_or_default() {
@@ -439,7 +441,7 @@ impl Launch<'_> {
             }
             let private = vm.private_ip_address.and_then(|text| text.parse().ok());
             let addresses = private.filter(|_| !self.aws.config.use_public_ip).into_iter().collect();
-            outcome.made.push(created(id, addresses, offering.chosen(self.image_id()))?);
+            outcome.made.push(self.named(id, addresses, offering.chosen(self.image_id()))?);
         }
         if outcome.made.is_empty() {
             return self.earlier().await;
@@ -467,18 +469,19 @@ impl Launch<'_> {
             zone: seen.zone.clone(),
             market: Some(if seen.is_spot { Market::Spot } else { Market::OnDemand }),
             image: self.image_id(),
+            price: None,
         };
-        created(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), chosen).ok()
+        self.named(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), chosen).ok()
+    }
+
+    fn named(&self, id: String, addresses: Vec<IpAddr>, chosen: Chosen) -> Result<Created, Error> {
+        let id = InstanceId::new(id).map_err(|error| Error::transient(format!("EC2's answer: {error}")))?;
+        Ok(Created { id, addresses, chosen: self.aws.planner.priced(chosen), disks: Vec::new() })
     }
 
     fn image_id(&self) -> Option<String> {
         self.image.as_ref().or(self.facts.image.as_ref()).map(|image| image.id.clone())
     }
-}
-
-fn created(id: String, addresses: Vec<std::net::IpAddr>, chosen: Chosen) -> Result<Created, Error> {
-    let id = InstanceId::new(id).map_err(|error| Error::transient(format!("EC2's answer: {error}")))?;
-    Ok(Created { id, addresses, chosen, disks: Vec::new() })
 }
 
 fn is_spot(offerings: &[Offering]) -> bool {

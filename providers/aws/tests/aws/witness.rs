@@ -384,6 +384,7 @@ async fn configured_prices_become_fleet_priorities() {
     let wish = placed(&*provider, &request("a")).await.unwrap();
     let made = provider.create(&wish, &key("prices", 0)).await.unwrap();
     assert_eq!(made.chosen.instance_type.as_deref(), Some("m6a.large"), "although the other one is smaller");
+    assert_eq!(made.chosen.price, Some(10_000));
     assert!(
         made.chosen.zone.is_some() && made.chosen.market.is_some() && made.chosen.image.is_some(),
         "{made:?}"

@@ -38,7 +38,7 @@ pub(crate) struct Vm {
     pub(crate) faults: Vec<String>,
     /// Parts of the node that work with less than they should.
     pub(crate) warnings: Vec<String>,
-    /// Further facts, by name: `type`, `zone`, `market`, `image`, `addresses` and others, as far as they are known.
+    /// Further facts, by name: `type`, `zone`, `market`, `price`, `image`, `addresses` and others, as far as they are known.
     pub(crate) facts: BTreeMap<String, String>,
     /// The stages that it reached, in order.
     pub(crate) stages: Vec<Stage>,
@@ -90,6 +90,7 @@ impl Vm {
             ("type", detail.instance_type),
             ("zone", detail.zone),
             ("market", detail.market),
+            ("price", detail.price.map(price)),
             ("image", detail.image),
             ("guest", Some(guest)),
             ("gone", detail.gone_ms.and_then(time).map(|at| at.to_string())),
@@ -180,6 +181,11 @@ fn known<const N: usize>(facts: [(&'static str, Option<String>); N]) -> BTreeMap
     facts.filter(|(_, fact)| !fact.is_empty()).collect()
 }
 
+/// Text of a price in millionths per hour. The currency is that of the provider's prices.
+fn price(millionths: u64) -> String {
+    format!("{} per hour, when the VM was made", millionths as f64 / 1e6)
+}
+
 /// MTU of the pod in its VM, and that of the path to the node.
 fn mtu(pod: Option<u32>, path: Option<u32>) -> Option<String> {
     let pod = pod.map(|pod| format!("{pod} in the VM"));
@@ -266,5 +272,18 @@ impl Source {
                 bail!("no PeerPod is of pod or sandbox {name}; `peerpod list` shows all")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_price_has_no_more_digits_than_it_needs() {
+        let texts = [31_200, 10_000, 2_500_000, 0].map(price);
+        let expected =
+            ["0.0312", "0.01", "2.5", "0"].map(|text| format!("{text} per hour, when the VM was made"));
+        assert_eq!(texts, expected);
     }
 }

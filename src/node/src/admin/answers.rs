@@ -133,6 +133,9 @@ pub struct Detail {
     /// The VM's pricing model, if the provider has several.
     #[serde(default)]
     pub market: Option<String>,
+    /// The VM's price per hour when it was made, in millionths of the currency of the provider's prices.
+    #[serde(default)]
+    pub price: Option<u64>,
     /// The VM's image, as the provider chose it; until then the wanted one, if it is not the configured one.
     pub image: Option<String>,
     /// Whether the guest has a link to the relay.
@@ -164,6 +167,7 @@ impl Detail {
             instance_type: chosen.instance_type.or_else(|| request?.instance_type.clone()),
             zone: chosen.zone,
             market: chosen.market.map(|market| market.word().to_owned()),
+            price: chosen.price,
             image: chosen.image.or_else(|| request?.image.clone()),
             guest_connected: guest.connected,
             guest_address: guest.address,

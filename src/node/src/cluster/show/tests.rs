@@ -63,6 +63,7 @@ fn a_vm_is_shown_with_its_type_zone_market_and_image() {
         zone: Some("eu-1a".into()),
         market: Some(Market::Spot),
         image: Some("ami-1".into()),
+        price: None,
     });
     let status = Shown::of(&record, &about(), 5_000).unwrap().status;
     let shown = [status.instance_type, status.zone, status.market, status.image];
