@@ -39,6 +39,9 @@ fn is_type(name: &str) -> bool {
 
 /// Interval of checks whether EC2 takes spot VMs back, while there are any. EC2 gives two minutes.
 const SPOT_WATCH: Duration = Duration::from_secs(20);
+/// Longest look-up of the account's quota. Many VPCs have no route to Service Quotas, and the node waits 5 s for the first
+/// preflight.
+const QUOTA_WAIT: Duration = Duration::from_secs(3);
 /// Largest number of VMs that one call makes. They share a ticket. EC2's limit for a fleet is 1000.
 const BATCH: u32 = 500;
 
@@ -88,6 +91,8 @@ pub struct AwsConfig {
     pub prices: Vec<Price>,
     /// Interval of the checks whether EC2 takes spot VMs back; zero: no checks.
     pub spot_watch: Duration,
+    /// Longest look-up of the account's quota.
+    pub quota_wait: Duration,
     /// EC2 call that makes VMs.
     pub launch: Launch,
     /// Tenancy of the VMs: hosts shared with no other account (`dedicated`), or dedicated hosts (`host`).
@@ -214,6 +219,7 @@ impl AwsConfig {
                     &ALPHABET,
                 ),
                 spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
+                quota_wait: section.constant("quota-wait", "QUOTA_WAIT", QUOTA_WAIT),
                 batch: if launch == Launch::Fleet { batch } else { 0 },
                 call_timeout: settings::call_timeout(section),
                 instance_types,

@@ -10,6 +10,7 @@ mod lookup;
 mod preflight;
 mod prices;
 mod provider;
+mod quota;
 mod refusal;
 mod remove;
 mod shape;

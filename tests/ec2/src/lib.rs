@@ -2,7 +2,7 @@
 //!
 //! * [`Proxy`]: one EC2 per test, with client tokens, capacity per type and zone, token buckets, delayed visibility,
 //!   EC2's refusals, lost and late answers. It records every call.
-//!   It serves the EBS direct APIs, too.
+//!   It serves the EBS direct APIs and EC2's quotas, too.
 //! * [`Moto`]: the simulator behind it, one per test process, with an account per proxy. `setup` in this folder makes
 //!   its Python environment, from PyPI, once.
 //! * [`Proxy::boto3`]: an independent client, as a witness of the account's state.
@@ -11,6 +11,7 @@ mod ebs;
 pub mod form;
 mod moto;
 mod proxy;
+mod quotas;
 mod rules;
 mod witness;
 pub mod xml;

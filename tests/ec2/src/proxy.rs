@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 use crate::ebs::Snapshots;
 use crate::form::Params;
 use crate::moto::Moto;
-use crate::{ebs, rules, xml};
+use crate::{ebs, quotas, rules, xml};
 
 /// Largest accepted request; EC2's own limit for queries is far below.
 const MAX_BODY: usize = 4 << 20;
@@ -286,6 +286,9 @@ async fn answer(
         // As below: the call is completed even if the client no longer waits.
         return tokio::spawn(ebs::answer(shared, head, body)).await?;
     }
+    if quotas::is_for(&head) {
+        return tokio::spawn(quotas::answer(shared, body)).await?;
+    }
     let mut params = pairs(&String::from_utf8_lossy(&body));
     let action = params.remove("Action").unwrap_or_default();
     // The work runs in a task of its own: EC2 completes a call even if the client no longer waits.
@@ -311,7 +314,7 @@ impl Shared {
         asked.map(|(status, xml)| Answer { status, xml }).with_context(|| format!("moto's {action}"))
     }
 
-    async fn faulty(self: &Arc<Self>, action: &str, params: Params) -> anyhow::Result<Answer> {
+    pub(crate) async fn faulty(self: &Arc<Self>, action: &str, params: Params) -> anyhow::Result<Answer> {
         let index = {
             let mut calls = lock(&self.calls);
             let mut shown = params.clone();
@@ -445,6 +448,7 @@ impl Shared {
             "RunInstances" => rules::run(self, params).await?,
             "DescribeSpotPriceHistory" if !lock(&self.prices).is_empty() => rules::spot_prices(self),
             "DescribeSpotInstanceRequests" => rules::spot_requests(self, &params),
+            "GetServiceQuota" => quotas::quota(&params),
             _ => self.upstream(action, params).await?,
         };
         match action {
@@ -469,7 +473,7 @@ impl Shared {
         Ok(answer)
     }
 
-    /// Returns VMs as EC2 shows them: with delay, and pending at first.
+    /// Returns VMs as EC2 shows them: with delay, pending at first, and with their processors.
     fn as_seen(&self, xml: &str, lag: Duration, boot: Duration) -> String {
         let made = lock(&self.made);
         let age = |item: &str| {
@@ -480,13 +484,14 @@ impl Shared {
             if age(item) < lag {
                 return None;
             }
+            let vm = quotas::with_cpus(item);
             let running = "<code>16</code><name>running</name>";
             let turned = "<name>running</name><code>16</code>";
             if age(item) < boot {
                 let pending = "<code>0</code><name>pending</name>";
-                return Some(item.replace(running, pending).replace(turned, pending));
+                return Some(vm.replace(running, pending).replace(turned, pending));
             }
-            Some(item.to_owned())
+            Some(vm)
         })
     }
 

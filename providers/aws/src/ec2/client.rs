@@ -1,5 +1,5 @@
-//! Makes every call to EC2 and names its failure; sets up credentials, region and time limits. May touch the network,
-//! the environment, and the shared AWS files in the SDK's order.
+//! Makes every call to EC2 and Service Quotas and names its failure; sets up credentials, region and time limits. May
+//! touch the network, the environment, and the shared AWS files in the SDK's order.
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,12 +16,13 @@ use aws_smithy_types::timeout::TimeoutConfig;
 use peerpod_base::chain::chain;
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
+use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{ApiCall, Scheduler};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use crate::config::{AwsConfig, Credentials};
 use crate::ec2::credentials;
-use crate::ec2::refusal::{EBS, Failure, Why};
+use crate::ec2::refusal::{EBS, Failure, QUOTAS, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -32,6 +33,7 @@ const EBS_ATTEMPTS: u32 = 10;
 #[derive(Clone)]
 pub(crate) struct Ec2 {
     pub client: Client,
+    quotas: aws_sdk_servicequotas::Client,
     pub region: String,
     scheduler: Scheduler,
 }
@@ -61,10 +63,35 @@ impl Ec2 {
         };
         have_credentials(&sdk).await?;
         let mut ec2 = aws_sdk_ec2::config::Builder::from(&sdk);
+        let mut quotas = aws_sdk_servicequotas::config::Builder::from(&sdk);
         if let Some(endpoint) = &config.endpoint {
             ec2 = ec2.endpoint_url(endpoint);
+            if !is_of_ec2_alone(endpoint) {
+                quotas = quotas.endpoint_url(endpoint);
+            }
         }
-        Ok(Ec2 { client: Client::from_conf(ec2.build()), region, scheduler })
+        let quotas = aws_sdk_servicequotas::Client::from_conf(quotas.build());
+        Ok(Ec2 { client: Client::from_conf(ec2.build()), quotas, region, scheduler })
+    }
+
+    /// Returns the account's limit of a quota of EC2. The call waits for no turn: Service Quotas has buckets of its own,
+    /// and a preflight calls it once or twice.
+    pub(crate) async fn limit(&self, code: &str, until: Instant) -> Result<f64, Error> {
+        let what = format!("look up the quota {code}");
+        let unanswered = |why: &str| {
+            Error::transient(format!(
+                "{what}: no answer from Service Quotas{why}; check the route from the node to its endpoint"
+            ))
+        };
+        let ask = self.quotas.get_service_quota().service_code("ec2").quota_code(code);
+        let answer = timeout_at(until, ask.send()).await;
+        let answer = answer.map_err(|_| unanswered(" in time"))?;
+        let found = answer.map_err(|error| match why(&error) {
+            Why::NoAnswer(why) => unanswered(&format!(": {}", clip(&why))),
+            why => Failure::of(&QUOTAS, "GetServiceQuota", &what, why).error,
+        })?;
+        let value = found.quota.and_then(|quota| quota.value).filter(|value| *value >= 0.0);
+        value.ok_or_else(|| Error::transient(format!("{what}: the answer has no value")))
     }
 
     /// Makes a call when it is its turn, and repeats it while EC2 throttles it. Calls of one `owner` wait behind each
@@ -90,7 +117,13 @@ impl Ec2 {
     }
 }
 
-/// Returns an HTTP client for EC2, STS and the metadata service: rustls over ring, as everywhere in this project.
+/// Whether an endpoint serves EC2 and no other service of AWS, as AWS's own endpoints do.
+fn is_of_ec2_alone(endpoint: &str) -> bool {
+    endpoint.contains(".amazonaws.com") || endpoint.contains(".api.aws")
+}
+
+/// Returns an HTTP client for the services of AWS and the metadata service: rustls over ring, as everywhere in this
+/// project.
 pub(crate) fn http() -> SharedHttpClient {
     aws_smithy_http_client::Builder::new().tls_provider(Provider::Rustls(CryptoMode::Ring)).build_https()
 }
@@ -190,5 +223,22 @@ where
             Why::NoAnswer(format!("an answer that EC2 does not send ({status}): {text}"))
         }
         _ => Why::NoAnswer(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_of_aws_serves_ec2_alone() {
+        for (endpoint, is_alone) in [
+            ("https://vpce-0123.ec2.eu-central-1.vpce.amazonaws.com", true),
+            ("https://ec2.cn-north-1.amazonaws.com.cn", true),
+            ("https://ec2.eu-central-1.api.aws", true),
+            ("http://127.0.0.1:5000", false),
+        ] {
+            assert_eq!(is_of_ec2_alone(endpoint), is_alone, "{endpoint}");
+        }
     }
 }

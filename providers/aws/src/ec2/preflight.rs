@@ -15,13 +15,21 @@ use crate::ec2::create::specification;
 use crate::ec2::facts::Facts;
 use crate::ec2::provider::Connected;
 use crate::ec2::shape::Shape;
-use crate::ec2::{Aws, remove, vms};
+use crate::ec2::{Aws, quota, remove, vms};
 
 /// Subnets with fewer free addresses cause a warning.
 const FEW: i32 = 16;
 
 pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
     let connected = aws.ec2().await?;
+    let quotas = async { Ok(quota::facts(&connected.ec2, &aws.config).await) };
+    // A failed check does not wait for the quotas.
+    let (mut found, quotas) = tokio::try_join!(check(aws, connected), quotas)?;
+    found.facts.extend(quotas);
+    Ok(found)
+}
+
+async fn check(aws: &Aws, connected: &Connected) -> Result<Preflight, Error> {
     let facts = aws.facts(true).await;
     let listed = vms::all_of(&connected.ec2, &aws.owner, until()).await;
     let launch = match &facts {

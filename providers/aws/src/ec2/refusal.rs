@@ -114,6 +114,25 @@ const EBS_ROWS: &[Row] = &[
     Row::status(500..=u16::MAX, Transient),
 ];
 
+/// Refusals of Service Quotas.
+pub(crate) const QUOTAS: Refusals = Refusals {
+    cloud: "Service Quotas",
+    rows: QUOTA_ROWS,
+    // The provider does not look again before the next preflight.
+    usual: |_| "aws service-quotas get-service-quota --service-code ec2 looks it up",
+};
+
+const QUOTA_ROWS: &[Row] = &[
+    Row::code("AccessDeniedException", Auth).remedy("allow servicequotas:{action} to this identity"),
+    Row::code("UnrecognizedClientException", Auth).remedy(KEY),
+    Row::code("ExpiredTokenException", Auth).remedy(RENEW),
+    Row::code("TooManyRequestsException", Throttled),
+    Row::code("ThrottlingException", Throttled),
+    Row::code("NoSuchResourceException", NotFound),
+    Row::status(429..=429, Throttled),
+    Row::status(500..=u16::MAX, Transient),
+];
+
 const SNAPSHOTS: &str = "delete pending snapshots, or raise the account's limit (Service Quotas, Amazon EBS)";
 const HIGHER_QUOTA: &str = "ask for a higher quota of this instance family (Service Quotas, Amazon EC2), or allow other instance-types";
 const ALLOW: &str = "allow ec2:{action} to this identity (providers/aws/iam-policy.json is the whole list, and \
@@ -241,6 +260,7 @@ mod tests {
     fn every_row_of_the_table_is_used() {
         REFUSALS.check().unwrap();
         EBS.check().unwrap();
+        QUOTAS.check().unwrap();
     }
 
     #[test]

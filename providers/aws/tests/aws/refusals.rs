@@ -2,7 +2,7 @@
 //! makes two VMs or loses one.
 
 use super::common;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Cloud, OTHER_IMAGE, PATIENCE, key, owner, placed, request, until, within};
 use peerpod_provider_api::{CreateRequest, DiskRequest, Error, Provider};
@@ -142,13 +142,41 @@ async fn preflight_reports_all_expired_and_forbidden_things_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_preflight_needs_no_quota() {
+    let cloud = Cloud::start().await;
+    let settings = [("disable-cvm", "true"), ("market", "spot-first")];
+    cloud.proxy.deny("GetServiceQuota");
+    // On a busy machine moto needs longer than EC2.
+    let patient = cloud.provider(&[settings[0], settings[1], ("quota-wait", "60s")]);
+    let found = patient.preflight().await.unwrap();
+    let quotas: Vec<_> = found.facts.iter().filter(|fact| fact.starts_with("quota ")).collect();
+    assert_eq!((quotas.len(), found.warnings.len()), (1, 0), "{found:?}");
+    for part in
+        ["not readable (", "AccessDeniedException", "allow servicequotas:GetServiceQuota to this identity"]
+    {
+        assert!(quotas[0].contains(part), "{part} in {quotas:?}");
+    }
+    assert!(quotas[0].starts_with("quota vCPUs of standard types: "), "{quotas:?}");
+    cloud.proxy.heal();
+    // As in a VPC without a route to Service Quotas.
+    cloud.proxy.fail("GetServiceQuota", Fault::Late(Duration::from_secs(60)), u32::MAX);
+    let start = Instant::now();
+    let found = cloud.provider(&settings).preflight().await.unwrap();
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    let quotas: Vec<_> = found.facts.iter().filter(|fact| fact.starts_with("quota ")).collect();
+    assert_eq!((quotas.len(), found.warnings.len()), (1, 0), "{found:?}");
+    assert!(quotas[0].contains("no answer from Service Quotas in time; check the route"), "{quotas:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_dry_preflight_makes_nothing_and_asks_for_the_rights() {
     let cloud = Cloud::start().await;
     let dry = || AwsProvider::new(AwsConfig { dry: true, ..cloud.config(&[]) }, owner("n"));
     cloud.proxy.forget_calls();
     dry().preflight().await.unwrap();
     let asked = cloud.proxy.actions();
-    let made: Vec<_> = asked.iter().filter(|action| !action.starts_with("Describe")).collect();
+    let reads = |action: &str| action.starts_with("Describe") || action.starts_with("Get");
+    let made: Vec<_> = asked.iter().filter(|action| !reads(action)).collect();
     assert_eq!(made, ["CreateLaunchTemplate", "RunInstances"]);
     let templates = cloud.proxy.boto3("describe_launch_templates", &json!({})).await.unwrap();
     assert_eq!((&templates["LaunchTemplates"], cloud.machines().await), (&json!([]), Vec::new()));

@@ -313,6 +313,44 @@ async fn preflight_deletes_only_our_unattached_nics() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn preflight_shows_the_vcpus_in_use_of_each_market() {
+    let cloud = Cloud::start().await;
+    // Any VM of the account counts, in any zone and of any owner.
+    for (machine, count) in [("t3.xlarge", 1), ("c5.2xlarge", 2), ("g4dn.xlarge", 1)] {
+        let vms = json!({"ImageId": IMAGE, "InstanceType": machine, "MinCount": count, "MaxCount": count});
+        cloud.proxy.boto3("run_instances", &vms).await.unwrap();
+    }
+    let spot = cloud.provider_of("m", &[("market", "spot")]);
+    let made = spot.create(&request("spot"), &key("quota", 0)).await.unwrap();
+    let quotas = async |settings: &[(&str, &str)]| {
+        // On a busy machine moto needs longer than EC2.
+        let settings: Vec<_> = settings.iter().copied().chain([("quota-wait", "60s")]).collect();
+        let found = cloud.provider(&settings).preflight().await.unwrap();
+        found.facts.into_iter().filter(|fact| fact.starts_with("quota ")).collect::<Vec<_>>()
+    };
+    let (on_demand, on_spot) = (
+        "quota vCPUs of standard types on demand: 20 of 64 in use",
+        "quota vCPUs of standard types on spot: 2 of 32 in use",
+    );
+    assert_eq!(quotas(&[]).await, [on_demand]);
+    assert_eq!(quotas(&[("market", "spot")]).await, [on_spot]);
+    cloud.proxy.set_page(1);
+    assert_eq!(quotas(&[("market", "spot-first")]).await, [on_spot, on_demand]);
+    assert!(quotas(&[("instance-type", "g4dn.xlarge"), ("disable-cvm", "true")]).await.is_empty());
+    assert!(quotas(&[("tenancy", "host")]).await.is_empty());
+    spot.delete(&made.id).await.unwrap();
+    let none = "quota vCPUs of standard types on spot: 0 of 32 in use";
+    assert_eq!(quotas(&[("market", "spot")]).await, [none]);
+    for _ in 0..10 {
+        let vm = json!({"ImageId": IMAGE, "InstanceType": "t3.large", "MinCount": 1, "MaxCount": 1});
+        cloud.proxy.boto3("run_instances", &vm).await.unwrap();
+    }
+    // Thirteen VMs on pages of one VM: the look-up ends after ten pages.
+    let found = quotas(&[]).await;
+    assert!(found[0].starts_with("quota vCPUs of standard types on demand: at least "), "{found:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_collector_needs_no_image_and_lists_the_vms_of_all_nodes() {
     let cloud = Cloud::start().await;
     for (number, node) in (0..).zip(["n", "m"]) {
