@@ -1,5 +1,6 @@
-//! Measures bulk data of an exec in a VM that boots (libvirt, emulated): through relay and guest, and through a plain
-//! copy of bytes from a Unix socket over TCP to the agent's socket, as two `socat` make it. The two take turns.
+//! Measures bulk data of an exec: through relay and guest, and through a plain copy of bytes from a Unix socket over TCP
+//! to the agent's socket, as two `socat` make it. The two take turns. The VMs: one of the local provider, whose programs
+//! run on this processor as in a VM with KVM, and an emulated one of libvirt.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -19,8 +20,6 @@ use crate::report::{Goal, Report};
 const BOOT: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(60);
 const ROUNDS: usize = 15;
-/// Calls of one turn.
-const CALLS: usize = 32;
 /// Bytes of a call: 8 KiB with Kata's Rust shim, 32 KiB with the Go shim.
 const PIECES: [(&str, usize); 2] = [("", 8 << 10), ("_32k", 32 << 10)];
 /// Program name of a container that stands for the test agent's tools.
@@ -30,15 +29,29 @@ const CONTAINER: &str = "main";
 const PORT: &str = "7070";
 const AGENT: &str = "/run/peerpod/agent.sock";
 
-/// Runs the measurement. The image must exist (`make image`).
+/// Runs the measurements. The image must exist (`make image`).
 pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
+    let settings = Settings::privileged().set("log.level", "info");
+    let daemons = Daemons::start(&world, settings.clone()).await?;
+    measure(&world, &daemons, ("native", "VM on this processor", 1024), folder.join("native.sock"), report)
+        .await?;
+    drop((daemons, world));
+    let world = World::new()?;
     let libvirtd = Libvirtd::start(&world)?;
-    let settings = Settings::privileged()
-        .set("log.level", "info")
-        .set("provider.libvirt.memory-mib", 512)
-        .set("provider.libvirt.vcpus", 1);
+    let settings = settings.set("provider.libvirt.memory-mib", 512).set("provider.libvirt.vcpus", 1);
     let daemons = Daemons::start(&world, libvirtd.settings(&machines::image()?, settings)?).await?;
+    measure(&world, &daemons, ("emulated", "emulated VM", 32), folder.join("emulated.sock"), report).await
+}
+
+/// Compares the two ways into one VM of this kind by turns of `calls` calls. `plain`: socket to make for the plain copy.
+async fn measure(
+    world: &World,
+    daemons: &Daemons,
+    (kind, of, calls): (&str, &str, usize),
+    plain: PathBuf,
+    report: &mut Report,
+) -> anyhow::Result<()> {
     let shim = daemons.shim().await?;
     let pod = world.pod()?;
     let annotations = Annotations::new("bench", "stdin").size("1", 512);
@@ -52,8 +65,8 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
         ours.create_container(&ContainerSpec::new(container, arguments).request()).await?;
         ours.start_container(container).await?;
     }
-    let vm = address(&daemons)?;
-    let plain = plain_copy(&world, folder.join("plain.sock"), vm)?;
+    let vm = address(daemons)?;
+    let plain = plain_copy(world, plain, vm)?;
     let plain = eventually("the plain copy answers", PATIENCE, async || {
         let client = AgentClient::connect(&plain).await.ok()?;
         tokio::time::timeout(Duration::from_secs(2), client.check()).await.ok()?.ok()?;
@@ -64,8 +77,8 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
         [("exec_stdin", "discard", false), ("exec_stdin_and_stdout", "echo", true)]
     {
         for (suffix, piece) in PIECES {
-            let name = format!("{name}{suffix}");
-            let run = Run { command, piece, is_read };
+            let name = format!("{name}_{kind}{suffix}");
+            let run = Run { command, calls, piece, is_read };
             let (mut through_ours, mut through_plain, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
             for round in 0..=ROUNDS {
                 let plain = run.turn(&plain, &format!("{name}-plain-{round}")).await?;
@@ -77,7 +90,7 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
                 }
             }
             let median = |figures: &mut Vec<f64>| quantile(figures, 0.5).context("no turns");
-            let words = format!("MB/s of an exec's data, in calls of {} KiB; emulated VM", piece >> 10);
+            let words = format!("MB/s of an exec's data, in calls of {} KiB; {of}", piece >> 10);
             report.figure(&format!("{name}_mbs"), median(&mut through_ours)?, Goal::None, &words);
             let words = "the same, by a plain copy";
             report.figure(&format!("{name}_plain_mbs"), median(&mut through_plain)?, Goal::None, words);
@@ -120,6 +133,7 @@ fn plain_copy(world: &World, socket: PathBuf, vm: IpAddr) -> anyhow::Result<Path
 /// Exec that gets all data of a turn.
 struct Run {
     command: &'static str,
+    calls: usize,
     piece: usize,
     is_read: bool,
 }
@@ -127,18 +141,18 @@ struct Run {
 impl Run {
     /// Runs the exec. Returns its rate in MB/s.
     async fn turn(&self, agent: &AgentClient, exec: &str) -> anyhow::Result<f64> {
-        let Run { command, piece, is_read } = *self;
+        let Run { command, calls, piece, is_read } = *self;
         agent.exec_process(&exec_request(CONTAINER, exec, &[TOOL, command])).await?;
         let began = Instant::now();
         let write = async {
-            for _ in 0..CALLS {
+            for _ in 0..calls {
                 let written = agent.write_stdin(CONTAINER, exec, vec![b'x'; piece]).await?;
                 ensure!(written as usize == piece, "{exec}: {written} bytes were written");
             }
             Ok(())
         };
         let read = async {
-            let mut left = if is_read { CALLS * piece } else { 0 };
+            let mut left = if is_read { calls * piece } else { 0 };
             while left > 0 {
                 left -= agent.read_stdout(CONTAINER, exec, piece as u32).await?.len();
             }
@@ -149,6 +163,6 @@ impl Run {
         agent.close_stdin(CONTAINER, exec).await?;
         let status = agent.wait_process(CONTAINER, exec).await?;
         ensure!(status == 0, "{exec}: it ended with {status}");
-        Ok((CALLS * piece) as f64 / took / 1e6)
+        Ok((calls * piece) as f64 / took / 1e6)
     }
 }
