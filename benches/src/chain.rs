@@ -106,6 +106,23 @@ pub(crate) fn with_agent(
     outcome
 }
 
+/// A running copy of bytes; drop kills it.
+pub(crate) struct Copy(Child);
+
+impl Copy {
+    /// Starts it in this network namespace, from a socket that it makes.
+    pub(crate) fn start(folder: &Path, socket: &Path, to: SocketAddr) -> anyhow::Result<Copy> {
+        role(&["copy", &to.to_string()], folder, socket).map(|(copy, _)| Copy(copy))
+    }
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        self.0.kill().ok(); // It may have exited already.
+        self.0.wait().ok();
+    }
+}
+
 /// Starts this program in a role and waits for the one line that it prints when it is ready.
 pub(crate) fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
     let mut child = Command::new(std::env::current_exe()?)
@@ -163,7 +180,22 @@ pub(crate) async fn play(words: &[String]) -> anyhow::Result<()> {
             let to: SocketAddr = address.parse()?;
             far(kind != Kind::Splice.name(), (tls == "tls").then_some(&folder), to, socket).await
         }
+        ["copy", address] => copy(&socket, address.parse()?).await,
         _ => bail!("no such role: {words:?}"),
+    }
+}
+
+/// Copies each connection to the socket to a TCP address, as `socat` does.
+async fn copy(socket: &Path, to: SocketAddr) -> anyhow::Result<()> {
+    let listener = UnixListener::bind(socket)?;
+    println!("{to}");
+    loop {
+        let (mut from, _) = listener.accept().await?;
+        tokio::spawn(async move {
+            let mut to = TcpStream::connect(to).await?;
+            to.set_nodelay(true)?;
+            copy_bidirectional_with_sizes(&mut from, &mut to, 64 << 10, 64 << 10).await
+        });
     }
 }
 

@@ -4,15 +4,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_world::{Daemons, Libvirtd, Settings, World, eventually};
-use tokio::net::{TcpSocket, UnixListener};
 
+use crate::chain::Copy;
 use crate::load::quantile;
 use crate::machines;
 use crate::report::{Goal, Report};
@@ -65,8 +64,9 @@ async fn measure(
         ours.create_container(&ContainerSpec::new(container, arguments).request()).await?;
         ours.start_container(container).await?;
     }
-    let vm = address(daemons)?;
-    let plain = plain_copy(world, plain, vm)?;
+    let to = SocketAddr::new(address(daemons)?, PORT.parse()?);
+    // A process of its own, as the relay is.
+    let _copy = world.node().run(|| Copy::start(world.folder(), &plain, to))??;
     let plain = eventually("the plain copy answers", PATIENCE, async || {
         let client = AgentClient::connect(&plain).await.ok()?;
         tokio::time::timeout(Duration::from_secs(2), client.check()).await.ok()?.ok()?;
@@ -108,26 +108,6 @@ fn address(daemons: &Daemons) -> anyhow::Result<IpAddr> {
     let addresses = entry.record["addresses"].as_array().context("the record has no addresses")?;
     let mut read = addresses.iter().filter_map(|one| one.as_str()?.parse().ok());
     read.find(IpAddr::is_ipv4).with_context(|| format!("no IPv4 address among {addresses:?}"))
-}
-
-/// Copies each connection to this socket to the VM's port, from the node's network namespace.
-fn plain_copy(world: &World, socket: PathBuf, vm: IpAddr) -> anyhow::Result<PathBuf> {
-    let listener = UnixListener::bind(&socket)?;
-    let to = SocketAddr::new(vm, PORT.parse()?);
-    let node = Arc::new(world.node().netns().clone());
-    tokio::spawn(async move {
-        while let Ok((mut from, _)) = listener.accept().await {
-            let node = node.clone();
-            tokio::spawn(async move {
-                let socket = node.run(TcpSocket::new_v4)??;
-                let mut to = socket.connect(to).await?;
-                to.set_nodelay(true)?;
-                tokio::io::copy_bidirectional(&mut from, &mut to).await?;
-                anyhow::Ok(())
-            });
-        }
-    });
-    Ok(socket)
 }
 
 /// Exec that gets all data of a turn.
