@@ -11,6 +11,7 @@ use anyhow::{Error, Result, bail};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use peerpod_kube::client::within;
@@ -82,7 +83,8 @@ impl CaMaintainer {
                     if before.is_none_or(|before| {
                         before.bundle != now.bundle || before.signer.certificate != now.signer.certificate
                     }) {
-                        info!(secret = self.secret, state = ?now.state, "CA read");
+                        let ends = Timestamp::try_from(now.not_after()).unwrap_or_default();
+                        info!(secret = self.secret, %ends, "read the CA");
                         current.send_replace(Some(Arc::new(now)));
                     }
                     why.map(|why| format!("{why:#}")).unwrap_or_default()

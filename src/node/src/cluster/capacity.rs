@@ -169,13 +169,9 @@ impl Capacity {
                 () = sleep_until(next) => {}
                 Ok(()) = offered.changed() => {}
                 seen = news.next(), if self.amount.is_some() => match seen {
-                    Some(Ok(watcher::Event::Apply(node) | watcher::Event::InitApply(node))) => {
-                        if self.steps(&node).is_empty() || failed {
-                            continue;
-                        }
-                        info!("the node has lost its capacity for peer pods");
-                    }
-                    // The Node was deleted, and may come back at any time; the watch then reports it.
+                    Some(Ok(watcher::Event::Apply(node) | watcher::Event::InitApply(node)))
+                        if !failed && !self.steps(&node).is_empty() => {}
+                    // Also a Node that was deleted: it may come back at any time, and the watch then reports it.
                     Some(Ok(_)) => continue,
                     Some(Err(error)) => {
                         debug!(error = explain(&error), "the watch of this Node failed");
