@@ -73,10 +73,9 @@ image-bins: setup-image
 image-lock:
 	$(CARGO) run --locked -p peerpod-image -- lock --arch $(ARCH) --cache $(TARGET)/image/cache
 
-# Whether everything that is shipped compiles for another architecture: `make check-arch ARCH=aarch64`. Needs the Rust
-# target, and a C compiler for it (package gcc-aarch64-linux-gnu) on a machine of another architecture.
+# Whether everything that is shipped compiles for another architecture: `make check-arch ARCH=aarch64`.
 SHIPPED = $(DIST_PACKAGES) peerpod-guest peerpod-images peerpod-initrd peerpod-wireguard
-check-arch:
+check-arch: setup-image # the Rust target, and a C compiler for it
 	$(CARGO) check --locked --target $(ARCH)-unknown-linux-musl $(SHIPPED:%=-p %) $(DIST_WITH)
 
 # The files of a release, for this machine's architecture: programs, container image, VM images, chart, bill of materials,
