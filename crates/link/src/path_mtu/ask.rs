@@ -16,11 +16,11 @@ use super::{Datagram, DatagramKind, HEADER, LARGEST, Search, Token, around};
 const BUDGET: Duration = Duration::from_secs(2);
 /// Time limit of the first answer, after which all questions are sent again.
 const FIRST_WAIT: Duration = Duration::from_millis(60);
-/// Added to three times the longest round trip seen, before a datagram counts as lost.
+/// Added to three times the shortest round trip, before a datagram counts as lost.
 const SLACK: Duration = Duration::from_millis(8);
 /// Attempts with a size before it counts as too large, because one lost packet does not prove a small path MTU.
 const TRIES: usize = 3;
-/// Limit of attempts without an answer to the control, with doubled waits: the relay's rate limit counts each datagram.
+/// Most attempts in a row without an answer to the control, each with twice the wait of the one before.
 const SLOW_TRIES: u32 = 6;
 
 /// Result of a measurement.
@@ -28,7 +28,7 @@ const SLOW_TRIES: u32 = 6;
 pub enum PathMtu {
     /// The largest IP packet that passed both ways, in bytes.
     Passes(u32),
-    /// No answer came: UDP is blocked, or no program answers at the other end.
+    /// No answer came, or none any more: UDP is blocked, no program answers at the other end, or it did not get to run.
     Silence,
     /// The other machine reports that no program listens there.
     Refused,
@@ -44,7 +44,7 @@ pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMt
         socket,
         v6: relay.is_ipv6(),
         token,
-        round_trip: Duration::ZERO,
+        round_trip: None,
         end: Instant::now() + BUDGET,
         buffer: vec![0; LARGEST as usize],
     };
@@ -55,7 +55,8 @@ pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMt
             return Ok(search.found().map_or(PathMtu::Silence, PathMtu::Passes));
         }
         match asking.round(&sizes, search.found()).await {
-            Ok(passed) => search.round(&passed),
+            Ok(Some(passed)) => search.round(&passed),
+            Ok(None) => return Ok(PathMtu::Silence),
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return Ok(PathMtu::Refused),
             Err(e) => return Err(e),
         }
@@ -89,8 +90,8 @@ struct Asking {
     socket: UdpSocket,
     v6: bool,
     token: Token,
-    /// The longest round trip seen.
-    round_trip: Duration,
+    /// The shortest round trip seen: one with a pause of the relay in it is no measure.
+    round_trip: Option<Duration>,
     end: Instant,
     buffer: Vec<u8>,
 }
@@ -100,43 +101,54 @@ struct Question {
     nonce: [u8; 8],
     sent: Instant,
     answered: bool,
-    is_control: bool,
 }
 
 impl Question {
     fn new(size: u32) -> io::Result<Question> {
         let mut nonce = [0; 8];
         getrandom::fill(&mut nonce).map_err(io::Error::other)?;
-        Ok(Question { size, nonce, sent: Instant::now(), answered: false, is_control: false })
+        Ok(Question { size, nonce, sent: Instant::now(), answered: false })
     }
 }
 
 impl Asking {
-    /// Sends each size until it is answered or was sent in [`TRIES`] attempts; returns the answered sizes.
+    /// Sends each size until it is answered, or [`TRIES`] attempts had no answer to it. Returns the answered sizes;
+    /// `None`: the other end fell silent, so that the missing answers prove nothing.
     ///
-    /// An attempt ends with a datagram of `control` bytes, a size that passes. Without its answer the relay or this
-    /// program did not get to run, so that the attempt proves nothing about the other sizes and does not count.
-    async fn round(&mut self, sizes: &[u32], control: Option<u32>) -> io::Result<Vec<u32>> {
+    /// An attempt ends with the control, a datagram of a size that passes: `found`, or the largest that was answered.
+    /// Without an answer to it the attempt does not count, and the next one sends the control alone.
+    async fn round(&mut self, sizes: &[u32], found: Option<u32>) -> io::Result<Option<Vec<u32>>> {
         let mut questions = sizes.iter().copied().map(Question::new).collect::<io::Result<Vec<_>>>()?;
         let (mut tries, mut slow) = (0, 0);
-        while tries < TRIES && slow < SLOW_TRIES && Instant::now() < self.end {
-            questions.retain(|question| !question.is_control);
-            if questions.iter().all(|question| question.answered) {
+        while tries < TRIES && questions.iter().any(|question| !question.answered) {
+            if slow > SLOW_TRIES || (slow > 0 && Instant::now() >= self.end) {
+                return Ok(None);
+            }
+            if Instant::now() >= self.end {
                 break;
             }
+            let passed = |questions: &[Question]| {
+                questions.iter().filter(|question| question.answered).map(|question| question.size).max()
+            };
+            let control = passed(&questions).max(found);
+            if slow == 0 || control.is_none() {
+                for question in questions.iter_mut().filter(|question| !question.answered) {
+                    self.send(question).await?;
+                }
+            }
             if let Some(size) = control {
-                questions.push(Question { is_control: true, ..Question::new(size)? });
+                let mut control = Question::new(size)?;
+                self.send(&mut control).await?;
+                questions.push(control);
             }
-            for question in questions.iter_mut().filter(|question| !question.answered) {
-                self.send(question).await?;
-            }
-            self.collect(&mut questions, 1 << slow).await?;
-            match questions.iter().all(|question| question.answered || !question.is_control) {
-                true => tries += 1,
-                false => slow += 1,
-            }
+            self.collect(&mut questions, control.is_some(), 1 << slow).await?;
+            let answered = match control {
+                Some(_) => questions.pop().is_some_and(|control| control.answered),
+                None => passed(&questions).is_some(),
+            };
+            (tries, slow) = if answered { (tries + 1, 0) } else { (tries, slow + 1) };
         }
-        Ok(questions.into_iter().filter(|question| question.answered).map(|question| question.size).collect())
+        Ok(Some(questions.into_iter().filter(|question| question.answered).map(|one| one.size).collect()))
     }
 
     async fn send(&self, question: &mut Question) -> io::Result<()> {
@@ -151,14 +163,15 @@ impl Asking {
         }
     }
 
-    /// Reads answers until all are there or the time limit, `times` the usual one, has passed.
-    async fn collect(&mut self, questions: &mut [Question], times: u32) -> io::Result<()> {
-        let began = Instant::now();
+    /// Reads answers until all are there or the time limit, `times` the usual one, has passed. After an answer to the
+    /// control, the last question, the usual limit holds.
+    async fn collect(&mut self, questions: &mut [Question], has_control: bool, times: u32) -> io::Result<()> {
+        let (mut began, mut times) = (Instant::now(), times);
         while questions.iter().any(|question| !question.answered) {
-            let wait = match self.round_trip {
-                Duration::ZERO => FIRST_WAIT,
-                longest => longest * 3 + SLACK,
-            };
+            if has_control && times > 1 && questions.last().is_some_and(|control| control.answered) {
+                (began, times) = (Instant::now(), 1);
+            }
+            let wait = self.round_trip.map_or(FIRST_WAIT, |shortest| shortest * 3 + SLACK);
             let until = (began + wait * times).min(self.end);
             let received = match timeout_at(until, self.socket.recv(&mut self.buffer)).await {
                 Err(_) => break,
@@ -176,7 +189,8 @@ impl Asking {
             });
             if let Some(question) = question {
                 question.answered = true;
-                self.round_trip = self.round_trip.max(question.sent.elapsed());
+                let took = question.sent.elapsed();
+                self.round_trip = Some(self.round_trip.map_or(took, |shortest| shortest.min(took)));
             }
         }
         Ok(())
@@ -201,18 +215,17 @@ mod tests {
 
     const TOKEN: Token = Token([3; 16]);
     const PATH: u32 = 8896;
-    /// Longer than three waits for an answer, as a busy machine makes it.
-    const PAUSE: Duration = Duration::from_millis(100);
 
-    /// Answers what passes a path of [`PATH`] bytes; does nothing for [`PAUSE`] when the second round begins.
-    fn answer_with_a_pause(socket: &Socket) {
+    /// Answers what passes a path of [`PATH`] bytes. Does nothing for the given time before the given round.
+    fn answer_with_a_pause(socket: &Socket, round: usize, pause: Duration) {
         let mut buffer = vec![0; LARGEST as usize];
-        let mut first = Vec::from_iter(Search::new(9001).next());
+        let first = Search::new(9001).next();
+        let mut is_paused = false;
         while let Ok((length, from)) = socket.recv_from(&mut buffer) {
             let size = length as u32 + around(false);
-            if !first.is_empty() && !first.contains(&size) {
-                first.clear();
-                thread::sleep(PAUSE);
+            if !is_paused && (round == 1 || !first.contains(&size)) {
+                is_paused = true;
+                thread::sleep(pause);
             }
             let question = Datagram::read(&buffer[..length]).unwrap();
             let answer = Datagram { kind: DatagramKind::Answer, ..question }.write(length as u16);
@@ -222,11 +235,24 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_relay_that_pauses_does_not_narrow_the_path() {
+    async fn asked(round: usize, pause: Duration) -> PathMtu {
         let relay = Socket::bind("127.0.0.1:0").unwrap();
         let address = relay.local_addr().unwrap();
-        thread::spawn(move || answer_with_a_pause(&relay));
-        assert_eq!(ask(address, TOKEN, 9001).await.unwrap(), PathMtu::Passes(PATH));
+        thread::spawn(move || answer_with_a_pause(&relay, round, pause));
+        ask(address, TOKEN, 9001).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_relay_that_pauses_does_not_narrow_the_path() {
+        // Longer than three waits for an answer, as a busy machine makes it.
+        for (round, pause) in [(1, 300), (2, 100), (2, 300)] {
+            let found = asked(round, Duration::from_millis(pause)).await;
+            assert_eq!(found, PathMtu::Passes(PATH), "{pause} ms before round {round}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_relay_that_falls_silent_proves_nothing() {
+        assert_eq!(asked(2, Duration::from_secs(60)).await, PathMtu::Silence);
     }
 }

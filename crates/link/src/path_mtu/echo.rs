@@ -21,7 +21,7 @@ use tokio::net::UdpSocket;
 use super::ask::never_cut;
 use super::{Datagram, DatagramKind, LARGEST, Token};
 
-/// Answers that a guest may get at once; a search has some sixty questions.
+/// Answers that a guest may get at once; a search has some sixty questions, and a hundred more at the worst.
 const BURST: f64 = 160.0;
 /// Further answers per second after that.
 const PER_SECOND: f64 = 16.0;
