@@ -1,5 +1,6 @@
-//! Posts failures and progress of a pod's VM as Events on the pod and on its PeerPod. A repeated Event increases the count
-//! of the first one; Events beyond a pod's rate limit are dropped. While the API server is unreachable, Events wait, limited in number and time.
+//! Posts failures and progress of a pod's VM as Events on the pod and on its PeerPod, and the life of its VM on the Node, too. A
+//! repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the API
+//! server is unreachable, Events wait, limited in number and time.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -26,6 +27,10 @@ use crate::sandbox::ports::PodEvent;
 use crate::spec::PodRef;
 
 const COMPONENT: &str = "peerpod-node";
+/// Prefix of the reasons that a VM's life has.
+const OF_VM: &str = "VM";
+/// Namespace of Events of Nodes, which have none.
+pub(super) const OF_NODES: &str = "default";
 /// Events that may wait to be written.
 const MOST_WAITING: usize = 512;
 const PATIENCE: Duration = Duration::from_secs(1800);
@@ -56,11 +61,20 @@ struct Inner {
 #[derive(Clone)]
 struct Waiting {
     pod: PodRef,
-    /// Name of the PeerPod on which the Event is posted; `None`: on the pod.
-    peerpod: Option<String>,
+    on: Target,
     said: PodEvent,
     since: Instant,
     at: Timestamp,
+}
+
+/// Object on which an Event is posted.
+#[derive(Clone)]
+enum Target {
+    Pod,
+    /// The PeerPod of this name.
+    PeerPod(String),
+    /// This node. The text begins with the pod's name.
+    Node,
 }
 
 /// Written Events, of which repetitions are counted.
@@ -73,7 +87,8 @@ impl Events {
         Events(Arc::new(Inner { calls, pods, node, metrics, waiting, limits, wake }))
     }
 
-    /// Posts an Event on the pod, and on the PeerPod of its sandbox if it names one. Never waits; beyond a pod's rate limit, Events are dropped.
+    /// Posts an Event on the pod, on the PeerPod of its sandbox if it names one, and the normal ones of a VM on the
+    /// Node. Never waits; beyond a pod's rate limit, Events are dropped.
     pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
         let now = Instant::now();
         if self.0.limits.enter(&(pod.namespace.clone(), pod.name.clone()), now.into_std()).is_none() {
@@ -81,9 +96,12 @@ impl Events {
             return;
         }
         let peerpod = said.of.as_ref().map(|id| PeerPod::name_of(&pod.name, id.as_str()));
-        let event = Waiting { pod: pod.clone(), peerpod: None, said, since: now, at: Timestamp::now() };
-        if peerpod.is_some() {
-            self.put(Waiting { peerpod, ..event.clone() });
+        let event = Waiting { pod: pod.clone(), on: Target::Pod, said, since: now, at: Timestamp::now() };
+        if let Some(name) = peerpod {
+            self.put(Waiting { on: Target::PeerPod(name), ..event.clone() });
+        }
+        if event.said.is_normal && event.said.reason.starts_with(OF_VM) {
+            self.put(Waiting { on: Target::Node, ..event.clone() });
         }
         self.put(event);
         self.0.wake.notify_one();
@@ -127,13 +145,17 @@ impl Events {
     }
 
     async fn write(&self, waiting: &Waiting, written: &mut Written) -> Result<(), Error> {
-        let Waiting { pod, said, at, .. } = waiting;
+        let Waiting { pod, on, said, at, .. } = waiting;
         let Some(object) = self.object(waiting).await? else { return Ok(()) };
         let uid = object["uid"].as_str();
-        let message = clipped(&said.text, MOST_TEXT);
+        let (namespace, text) = match on {
+            Target::Node => (OF_NODES, format!("{pod}: {}", said.text)),
+            Target::Pod | Target::PeerPod(_) => (&*pod.namespace, said.text.clone()),
+        };
+        let message = clipped(&text, MOST_TEXT);
         let key = {
             let mut hasher = DefaultHasher::new();
-            (&pod.namespace, &pod.name, &uid, said.reason, &message).hash(&mut hasher);
+            (namespace, &pod.name, &uid, said.reason, &message).hash(&mut hasher);
             hasher.finish()
         };
         let now = Instant::now();
@@ -141,8 +163,8 @@ impl Events {
             written.clear();
         }
         written.retain(|_, (_, _, last)| now.duration_since(*last) < MEMORY);
-        let events: Api<Event> = Api::namespaced(self.0.calls.client.clone(), &pod.namespace);
-        let what = format!("write an Event of Pod {pod}");
+        let events: Api<Event> = Api::namespaced(self.0.calls.client.clone(), namespace);
+        let what = format!("write an Event about Pod {pod}");
         if let Some((name, count, last)) = written.get_mut(&key) {
             let more = json!({"count": *count + 1, "lastTimestamp": at});
             let (params, patch) = (PatchParams::default(), Patch::Merge(more));
@@ -163,7 +185,7 @@ impl Events {
             key as u32
         );
         let event = serde_json::from_value(json!({
-            "metadata": {"name": name, "namespace": pod.namespace},
+            "metadata": {"name": name, "namespace": namespace},
             "involvedObject": object,
             "reason": said.reason,
             "message": message,
@@ -187,12 +209,16 @@ impl Events {
 
     /// Returns the reference of the Event's object; `None`: the PeerPod is gone.
     async fn object(&self, waiting: &Waiting) -> Result<Option<Value>, Error> {
-        let Waiting { pod: PodRef { namespace, name, .. }, peerpod, .. } = waiting;
-        let Some(peerpod) = peerpod else {
-            let uid = self.uid(&waiting.pod, waiting.since).await;
-            return Ok(Some(json!({
-                "apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid,
-            })));
+        let Waiting { pod: PodRef { namespace, name, .. }, on, .. } = waiting;
+        let peerpod = match on {
+            Target::PeerPod(peerpod) => peerpod,
+            Target::Node => return Ok(Some(reference_of_node(&self.0.node))),
+            Target::Pod => {
+                let uid = self.uid(&waiting.pod, waiting.since).await;
+                return Ok(Some(json!({
+                    "apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid,
+                })));
+            }
         };
         let api: Api<PeerPod> = Api::namespaced(self.0.calls.client.clone(), namespace);
         let what = format!("read PeerPod {namespace}/{peerpod} for an Event");
@@ -217,6 +243,11 @@ impl Events {
             sleep(Duration::from_millis(100)).await;
         }
     }
+}
+
+/// Returns the reference of a Node. kubelet and kubectl use a Node's name as the UID in its Events.
+pub(super) fn reference_of_node(name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": name})
 }
 
 /// Cuts a text to at most `most` bytes, at a character boundary.

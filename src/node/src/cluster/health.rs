@@ -19,12 +19,10 @@ use tracing::{info, warn};
 
 use super::calls::unencodable;
 use super::capacity::Capacity;
-use super::events::{MOST_TEXT, clipped};
+use super::events::{MOST_TEXT, OF_NODES, clipped, reference_of_node};
 
 /// Type of the Node's condition.
 const CONDITION: &str = "PeerPodsReady";
-/// Namespace of Events of Nodes, which have none.
-const NAMESPACE: &str = "default";
 /// Time for which the node must be ready again before it offers peer pods again.
 const RETURN_AFTER: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -260,16 +258,15 @@ impl Capacity {
         let Change { reason, is_normal, message, at } = change;
         let what = format!("write the Event {reason} of Node {}", self.node);
         let event = serde_json::from_value(json!({
-            "metadata": {"name": format!("{}.{:x}", self.node, at.as_millisecond()), "namespace": NAMESPACE},
-            // kubelet and kubectl use a Node's name as the UID in its Events.
-            "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": self.node, "uid": self.node},
+            "metadata": {"name": format!("{}.{:x}", self.node, at.as_millisecond()), "namespace": OF_NODES},
+            "involvedObject": reference_of_node(&self.node),
             "reason": reason, "message": message, "type": if *is_normal { "Normal" } else { "Warning" },
             "count": 1, "firstTimestamp": at, "lastTimestamp": at,
             "source": {"component": "peerpod-node", "host": self.node},
             "reportingComponent": "peerpod-node", "reportingInstance": self.node,
         }));
         let event: Event = event.map_err(|error| unencodable(&what, error))?;
-        let events: Api<Event> = Api::namespaced(self.calls.client.clone(), NAMESPACE);
+        let events: Api<Event> = Api::namespaced(self.calls.client.clone(), OF_NODES);
         let params = PostParams::default();
         match self.calls.call("event", what, events.create(&params, &event)).await {
             Err(error) if !error.is_conflict() => Err(error),

@@ -174,6 +174,13 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
     rig.stop(running).await;
     rig.exactly(&[]).await;
     assert!(rig.event(&uid, "VMDeleted").await.0.contains(&vm));
+    let of_node = format!("involvedObject.kind=Node,involvedObject.name={NODE},reason=VMDeleted");
+    wait_for("the same on the Node", LIMIT, async || {
+        let seen = rig.cluster.kubectl(&["get", "events", "-n", "default", "--field-selector", &of_node])?;
+        Ok(seen.contains(&format!("shop/web: VM {vm}")).then_some(()))
+    })
+    .await
+    .unwrap();
     let seen = history.seen();
     let first_seen = &seen[0];
     assert_eq!(
