@@ -123,7 +123,7 @@ fn capabilities(facts: &Facts) -> Outcome {
     failed(format!("this process lacks {}", missing.join(" and ")), AS_ROOT)
 }
 
-/// Makes rules as the relay does, without applying them. A container does not see the list of security modules.
+/// Makes a ruleset, as the relay does, and does not apply it. A container does not see the list of security modules.
 fn try_landlock() -> Result<(), RulesetError> {
     let ruleset = Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     ruleset.handle_access(AccessFs::from_all(ABI::V1))?.create().map(drop)

@@ -110,7 +110,8 @@ fn items(kind: &str, answer: Result<Preflight, String>) -> Vec<Item> {
     let mut items = vec![Area::Provider.item(kind, Ok(text))];
     for fact in special {
         let name = fact.split(' ').next().unwrap_or_default();
-        items.push(Area::Provider.item(name, Ok(fact.clone())));
+        let is_known = !fact.contains("not readable");
+        items.push(Area::Provider.item(name, if is_known { Ok(fact.clone()) } else { skipped(fact) }));
     }
     let remedy = format!("follow the text, or accept it; see {}", guide(kind));
     items.extend(found.warnings.iter().map(|why| Area::Provider.item(kind, warning(why, &remedy))));
