@@ -107,16 +107,16 @@ pub(crate) fn with_agent(
 }
 
 /// A running copy of bytes; drop kills it.
-pub(crate) struct Copy(Child);
+pub(crate) struct PlainCopy(Child);
 
-impl Copy {
+impl PlainCopy {
     /// Starts it in this network namespace, from a socket that it makes.
-    pub(crate) fn start(folder: &Path, socket: &Path, to: SocketAddr) -> anyhow::Result<Copy> {
-        role(&["copy", &to.to_string()], folder, socket).map(|(copy, _)| Copy(copy))
+    pub(crate) fn start(folder: &Path, socket: &Path, to: SocketAddr) -> anyhow::Result<PlainCopy> {
+        role(&["copy", &to.to_string()], folder, socket).map(|(copy, _)| PlainCopy(copy))
     }
 }
 
-impl Drop for Copy {
+impl Drop for PlainCopy {
     fn drop(&mut self) {
         self.0.kill().ok(); // It may have exited already.
         self.0.wait().ok();

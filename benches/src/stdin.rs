@@ -1,6 +1,6 @@
-//! Measures bulk data of an exec: through relay and guest, and through a plain copy of bytes from a Unix socket over TCP
-//! to the agent's socket, as two `socat` make it. The two take turns. The VMs: one of the local provider, whose programs
-//! run on this processor as in a VM with KVM, and an emulated one of libvirt.
+//! Measures bulk data of an exec through relay and guest, and through a plain copy of bytes. The copy goes from a Unix
+//! socket over TCP to the agent's socket, as two `socat` make it. The two take turns. One VM is of the local provider: its
+//! programs run on this processor, as in a VM with KVM. The other is an emulated one of libvirt.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use peerpod_client::{AgentClient, Annotations, ContainerSpec, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_world::{Daemons, Libvirtd, Settings, World, eventually};
 
-use crate::chain::Copy;
+use crate::chain::PlainCopy;
 use crate::load::quantile;
 use crate::machines;
 use crate::report::{Goal, Report};
@@ -66,7 +66,7 @@ async fn measure(
     }
     let to = SocketAddr::new(address(daemons)?, PORT.parse()?);
     // A process of its own, as the relay is.
-    let _copy = world.node().run(|| Copy::start(world.folder(), &plain, to))??;
+    let _copy = world.node().run(|| PlainCopy::start(world.folder(), &plain, to))??;
     let plain = eventually("the plain copy answers", PATIENCE, async || {
         let client = AgentClient::connect(&plain).await.ok()?;
         tokio::time::timeout(Duration::from_secs(2), client.check()).await.ok()?.ok()?;

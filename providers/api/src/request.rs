@@ -253,7 +253,7 @@ pub struct Chosen {
     /// Image, by the cloud's name or id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// Price at the time of the create, in millionths of the currency of the provider's prices, per hour.
+    /// Price per hour that the provider knew at the create, in millionths of the currency of its prices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub price: Option<u64>,
 }
