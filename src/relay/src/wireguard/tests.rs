@@ -72,6 +72,18 @@ fn device(netns: &Netns) -> std::io::Result<Tun> {
     netns.run(|| open_tun(DEVICE)).unwrap()
 }
 
+/// Opens what the data plane has released. Another test's child has a copy of each descriptor until its `exec`.
+async fn released<T>(open: impl Fn() -> std::io::Result<T>) -> T {
+    let since = Instant::now();
+    loop {
+        match open() {
+            Ok(opened) => return opened,
+            Err(error) => assert!(since.elapsed() < PATIENCE, "it is not released: {error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 fn socket() -> UdpSocket {
     UdpSocket::bind("127.0.0.1:0").unwrap()
 }
@@ -108,7 +120,7 @@ async fn another_device_takes_over_with_the_same_sessions_and_the_same_port() {
     let now = plane.take(None, handed(&key, device(&two).unwrap(), None)).await.unwrap();
     assert_eq!(now["port"], before["port"]);
     assert!(Arc::ptr_eq(&engine, plane.state.lock().engine.as_ref().unwrap()));
-    device(&one).unwrap();
+    released(|| device(&one)).await;
     device(&two).unwrap_err();
     assert_eq!(figures(&plane), (true, 0));
 }
@@ -141,7 +153,8 @@ async fn a_data_plane_without_its_device_is_reported_and_releases_everything() {
     }
     assert_eq!(figures(&plane), (false, 1));
     // A node started meanwhile holds neither, and opens both again.
-    let (tun, socket) = (device(&netns).unwrap(), UdpSocket::bind(address).unwrap());
+    let tun = released(|| device(&netns)).await;
+    let socket = released(|| UdpSocket::bind(address)).await;
     plane.put(&id("b"), Some(&peer(3))).unwrap();
     plane.take(None, handed(&key, tun, Some(socket))).await.unwrap();
     assert!(plane.held(None).await.is_some());
