@@ -490,6 +490,7 @@ async fn stops_wait_for_no_stalled_disk_and_survive_a_kill_of_both_daemons() {
     let unknown: Vec<String> = (0..100).map(|_| fresh_id("slow")).collect();
     let stopped = join_all(unknown.iter().map(|id| stop_in_time(shim, id))).await;
     let is_kept = none_is_kept().is_none();
+    // The stall under test: all calls are answered before it ends.
     tokio::time::sleep(Duration::from_secs(5)).await;
     disk.thaw();
     for stop in stopped {

@@ -38,7 +38,8 @@ pub(crate) struct Vm {
     pub(crate) faults: Vec<String>,
     /// Parts of the node that work with less than they should.
     pub(crate) warnings: Vec<String>,
-    /// Further facts, by name: `type`, `zone`, `market`, `price`, `image`, `addresses` and others, as far as they are known.
+    /// Further facts, by name: `type`, `zone`, `market`, `price`, `image`, `addresses` and others, as far as they are
+    /// known.
     pub(crate) facts: BTreeMap<String, String>,
     /// The stages that it reached, in order.
     pub(crate) stages: Vec<Stage>,

@@ -1,6 +1,6 @@
-//! Posts failures and progress of a pod's VM as Events on the pod and on its PeerPod, and the life of its VM on the Node, too. A
-//! repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the API
-//! server is unreachable, Events wait, limited in number and time.
+//! Posts failures and progress of a pod's VM as Events on the pod and on its PeerPod, and the life of the VM on the Node,
+//! too. A repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the
+//! API server is unreachable, Events wait, limited in number and time.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
