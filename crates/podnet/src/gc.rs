@@ -29,7 +29,7 @@ pub fn namespaces(folders: &[&Path], paths: &[PathBuf]) -> Vec<PathBuf> {
 
 /// Tunnel device that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct TunnelDevice {
     /// The sandbox it was made for; `None` where its maker died before it set the alias.
     pub sandbox: Option<String>,
     /// Its VNI.
@@ -44,9 +44,9 @@ pub struct Found {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
     /// Devices of live sandboxes, which stay.
-    pub kept: Vec<Found>,
+    pub kept: Vec<TunnelDevice>,
     /// Devices that were removed.
-    pub removed: Vec<Found>,
+    pub removed: Vec<TunnelDevice>,
     /// Number of the pod's interfaces from which a redirect was removed.
     pub freed: usize,
 }
@@ -70,7 +70,7 @@ pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Er
             continue; // of another daemon
         }
         let sandbox = named.flatten();
-        let found = Found { sandbox, vni: vxlan.vni, port: vxlan.port, remote: vxlan.remote };
+        let found = TunnelDevice { sandbox, vni: vxlan.vni, port: vxlan.port, remote: vxlan.remote };
         if kept {
             swept.kept.push(found);
             continue;

@@ -87,7 +87,7 @@ impl Refusal {
 }
 
 /// The answer to one message of a batch.
-pub type Answer = Result<(), Refusal>;
+pub type Ack = Result<(), Refusal>;
 
 /// One netlink socket. Sequence numbers let an exchange ignore late answers of one that failed half-way.
 #[derive(Debug)]
@@ -142,7 +142,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Socket`] and [`Error::Garbled`]; some messages may have been executed then.
-    pub fn batch<M: NetlinkSerializable>(&mut self, messages: &[(u16, M)]) -> Result<Vec<Answer>, Error> {
+    pub fn batch<M: NetlinkSerializable>(&mut self, messages: &[(u16, M)]) -> Result<Vec<Ack>, Error> {
         let mut answers = Vec::with_capacity(messages.len());
         for part in messages.chunks(BATCH) {
             let first = self.sequence.wrapping_add(1);
@@ -330,8 +330,8 @@ impl Client {
     }
 
     /// Waits for the answers to `count` messages; the first message has the sequence number `first`.
-    fn collect(&mut self, first: u32, count: usize) -> Result<Vec<Answer>, Error> {
-        let mut answers: Vec<Option<Answer>> = vec![None; count];
+    fn collect(&mut self, first: u32, count: usize) -> Result<Vec<Ack>, Error> {
+        let mut answers: Vec<Option<Ack>> = vec![None; count];
         let mut missing = count;
         while missing > 0 {
             let length = self.receive()?;

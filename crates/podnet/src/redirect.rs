@@ -28,7 +28,7 @@ pub(crate) use undo::{Taken, tagged, take_back};
 use super::Error;
 use super::link;
 use super::mark::{Mark, Owner, Tag};
-use super::netlink::{self, Answer, Client};
+use super::netlink::{self, Ack, Client};
 use super::netns::Netns;
 use filter::{Direction, FIRST, Filter, INGRESS_SIDE, make};
 
@@ -119,7 +119,7 @@ impl Maker {
         &self,
         client: &mut Client,
         pairs: &[(u32, u32)],
-        answers: &[Answer],
+        answers: &[Ack],
     ) -> Result<Vec<String>, Error> {
         let mut obstacles = Vec::new();
         for (&pair, answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
@@ -148,7 +148,7 @@ impl Maker {
 
     /// Removes new qdiscs that stayed empty because the filter on them was refused, according to the answers to
     /// [`Maker::messages`]. Later the owner of an empty qdisc cannot be determined.
-    pub(crate) fn abandon(client: &mut Client, pairs: &[(u32, u32)], answers: &[Answer]) {
+    pub(crate) fn abandon(client: &mut Client, pairs: &[(u32, u32)], answers: &[Ack]) {
         for (&(one, _), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
             let [made, filled, _] = answers else { continue };
             if made.is_ok() && filled.is_err() {

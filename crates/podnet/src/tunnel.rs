@@ -11,7 +11,7 @@ use rtnetlink::LinkUnspec;
 use super::Error;
 use super::link::{self, Link};
 use super::mark::Mark;
-use super::netlink::{self, Answer, Client};
+use super::netlink::{self, Ack, Client};
 use super::netns::Netns;
 use super::redirect::{self, BUSY_PAUSE, BUSY_TRIES, Classifiers, Maker, Taken};
 use super::vxlan::{self, Held, Shape};
@@ -134,8 +134,8 @@ fn is_connected(link: &link::Link, pair: &Pair, connection: &Connection<'_>) -> 
     link.up && link.mtu == pair.mtu && link.vxlan.as_ref().is_some_and(ends)
 }
 
-fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {
-    let must = |(at, _): &(usize, &Answer)| at % PER_PAIR != OPTIONAL;
+fn first_refusal(answers: &[Ack]) -> Option<(usize, &netlink::Refusal)> {
+    let must = |(at, _): &(usize, &Ack)| at % PER_PAIR != OPTIONAL;
     let mut answers = answers.iter().enumerate().filter(must);
     answers.find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
 }

@@ -22,7 +22,7 @@ mod reserve;
 mod vnis;
 
 pub use probe::probe;
-pub use reserve::{Slot, Wanted, reserve};
+pub use reserve::{Reservation, Slot, reserve};
 pub use vnis::Vnis;
 
 use super::Error;

@@ -15,7 +15,7 @@ pub use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::plan::{self, Carry};
 use peerpod_podnet::redirect::{self, Classifier, Classifiers};
 use peerpod_podnet::tunnel::{self, Connection, Pair};
-use peerpod_podnet::vxlan::{Held, Slot, Vnis, Wanted};
+use peerpod_podnet::vxlan::{Held, Reservation, Slot, Vnis};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
@@ -178,8 +178,13 @@ impl Tunnel {
             .iter()
             .map(|device| Slot { number: device.slot, vni: (device.vni != 0).then_some(device.vni) })
             .collect();
-        let wanted =
-            Wanted { mark, shape, source_ports: backend.source_ports(), vnis: self.0.vnis, slots: &slots };
+        let wanted = Reservation {
+            mark,
+            shape,
+            source_ports: backend.source_ports(),
+            vnis: self.0.vnis,
+            slots: &slots,
+        };
         let held = backend.host().with(|host| peerpod_podnet::vxlan::reserve(host, netns, wanted))?;
         for (device, Held { vni, ifindex }) in devices.iter_mut().zip(held) {
             (device.vni, device.ifindex) = (vni, ifindex);

@@ -12,7 +12,7 @@ use super::device;
 use super::message::{self, Names};
 use crate::Error;
 use crate::inspect::{Address, Neighbour, Picture, Route, Rule};
-use crate::netlink::{Answer, Client, Refusal};
+use crate::netlink::{Ack, Client, Refusal};
 
 type Message = (u16, RouteNetlinkMessage);
 
@@ -133,7 +133,7 @@ impl<'a> Transaction<'a> {
     /// Undoes all changes, the last first. Failures are left to the next attempt.
     pub(super) fn undo(self) {
         let messages: Vec<Message> = self.back.into_iter().rev().collect();
-        let answers: Vec<Answer> = self.pod.batch(&messages).unwrap_or_default();
+        let answers: Vec<Ack> = self.pod.batch(&messages).unwrap_or_default();
         drop(answers);
     }
 }

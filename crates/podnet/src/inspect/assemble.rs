@@ -2,9 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::parse::{Found, Picture};
+use super::parse::{IndexedRoute, Picture};
 use super::seen::{Interface, PodNetworkState, Route};
-use super::sysctl::{self, Defaults, Files};
+use super::sysctl::{self, Defaults, SysctlFiles};
 use crate::link::{Link, mac_text};
 use crate::plan::MAX_INTERFACES;
 use crate::{Error, external, vxlan};
@@ -21,7 +21,7 @@ fn is_ours(link: &Link) -> bool {
 /// Returns the pod's network. `files` are the namespace's sysctls, `None` where they could not be read.
 pub(super) fn assemble(
     picture: Picture,
-    files: Option<&Files>,
+    files: Option<&SysctlFiles>,
     defaults: &Defaults,
 ) -> Result<PodNetworkState, Error> {
     if let Some(why) = picture.impossible {
@@ -70,7 +70,7 @@ pub(super) fn assemble(
 
 /// Returns the interface with the best default route of the main table (IPv4 first), else the first with an address.
 fn primary(picture: &Picture) -> Result<&Link, Error> {
-    let of_route = |found: &Found| found.device.or(found.hops.first().copied());
+    let of_route = |found: &IndexedRoute| found.device.or(found.hops.first().copied());
     let defaults =
         picture.routes.iter().filter(|f| f.route.is_default() && f.route.table == super::TABLE_MAIN);
     let best = defaults
@@ -173,7 +173,7 @@ fn loopback(picture: &Picture) -> Vec<super::Address> {
 
 /// Adds a route to its interface, to the routes of no interface or several, or to the omitted objects.
 fn place(
-    found: &Found,
+    found: &IndexedRoute,
     picture: &Picture,
     carried: &[&Link],
     seen: &mut PodNetworkState,

@@ -27,7 +27,7 @@ pub(crate) struct Picture {
     pub(crate) links: Vec<Link>,
     /// Device index and address.
     pub(crate) addresses: Vec<(u32, Address)>,
-    pub(crate) routes: Vec<Found>,
+    pub(crate) routes: Vec<IndexedRoute>,
     pub(crate) rules: Vec<Rule>,
     /// Device index and neighbour.
     pub(crate) neighbours: Vec<(u32, Neighbour)>,
@@ -39,7 +39,7 @@ pub(crate) struct Picture {
 
 /// Route as found: devices by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct IndexedRoute {
     /// Index of its device, where it has one of its own.
     pub(crate) device: Option<u32>,
     /// Devices of its next hops, in the order of `route.hops`; the names in the hops are empty.
@@ -68,7 +68,7 @@ impl Picture {
 
     /// Returns a route with the names of its only device (not `lo`) and of its hops'. Fails with the index of a missing
     /// one.
-    pub(crate) fn named(&self, found: &Found) -> Result<(Option<&Link>, Route), u32> {
+    pub(crate) fn named(&self, found: &IndexedRoute) -> Result<(Option<&Link>, Route), u32> {
         let mut route = found.route.clone();
         let device = found.device.map(|index| self.link(index).ok_or(index)).transpose()?;
         for (hop, index) in route.hops.iter_mut().zip(&found.hops) {

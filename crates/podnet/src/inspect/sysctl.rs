@@ -192,15 +192,15 @@ pub(crate) struct Defaults {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Files {
+pub(crate) struct SysctlFiles {
     pub(crate) namespace: Values,
     /// The settings in [`OF_NEIGHBOURS`] of each interface but `lo`.
     pub(crate) neighbours: BTreeMap<String, Values>,
 }
 
 /// Reads the namespace's files, on a thread that is in it.
-pub(crate) fn read_own() -> Files {
-    Files { namespace: read_namespace(), neighbours: read_neighbours() }
+pub(crate) fn read_own() -> SysctlFiles {
+    SysctlFiles { namespace: read_namespace(), neighbours: read_neighbours() }
 }
 
 fn read_namespace() -> Values {

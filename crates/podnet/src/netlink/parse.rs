@@ -7,7 +7,7 @@ use netlink_packet_core::{
 use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
 
-use super::{Answer, Error, HEADER, Refusal};
+use super::{Ack, Error, HEADER, Refusal};
 
 const NLMSGERR_ATTR_MSG: u16 = 1;
 
@@ -37,7 +37,7 @@ pub(crate) fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessa
 }
 
 /// Reads an NLMSG_ERROR: a code (0 = success), the request's header (with its body unless capped), then attributes.
-pub(super) fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> {
+pub(super) fn parse_answer(flags: u16, payload: &[u8]) -> Result<Ack, Error> {
     let garbled = || Error::Garbled("a cut-off acknowledgement".to_owned());
     let (code, rest) = payload.split_first_chunk::<4>().ok_or_else(garbled)?;
     let code = i32::from_ne_bytes(*code);
@@ -57,7 +57,7 @@ pub(super) fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> 
     Ok(refusal(code, text))
 }
 
-pub(super) fn refusal(code: i32, text: Option<String>) -> Answer {
+pub(super) fn refusal(code: i32, text: Option<String>) -> Ack {
     match code {
         0 => Ok(()),
         code => Err(Refusal { errno: Errno::from_raw(code.wrapping_neg()), text }),

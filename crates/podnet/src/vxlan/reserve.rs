@@ -22,7 +22,7 @@ const PER_DEVICE: usize = 3;
 
 /// Parameters of [`reserve`].
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
+pub struct Reservation<'a> {
     /// Owner and sandbox of the devices.
     pub mark: Mark<'a>,
     /// Settings that cannot be changed later.
@@ -50,7 +50,7 @@ pub struct Slot {
 ///
 /// # Errors
 /// [`Error::Claimed`] when another sandbox's device is there, [`Error::NoVni`], [`Error::Kernel`], [`Error::Netns`].
-pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<Vec<Held>, Error> {
+pub fn reserve(host: &mut Client, netns: &Netns, wanted: Reservation<'_>) -> Result<Vec<Held>, Error> {
     let mut pod = netns.netlink()?;
     let state = |slot: &Slot| State {
         slot: *slot,
@@ -94,7 +94,7 @@ struct State {
 
 struct Reserving<'a> {
     netns: &'a Netns,
-    wanted: Wanted<'a>,
+    wanted: Reservation<'a>,
     draw: Box<dyn Iterator<Item = u32>>,
     slots: Vec<State>,
 }
@@ -102,7 +102,7 @@ struct Reserving<'a> {
 impl Reserving<'_> {
     fn make_all(&mut self, host: &mut Client, pod: &mut Client) -> Result<(), Error> {
         let (mac, shape) = (self.wanted.mark.mac(), (self.wanted.shape, self.wanted.source_ports));
-        let (netns, Wanted { vnis, shape: Shape { port, .. }, .. }) = (self.netns, self.wanted);
+        let (netns, Reservation { vnis, shape: Shape { port, .. }, .. }) = (self.netns, self.wanted);
         let exhausted = || vnis.exhausted(port);
         let attempt = || format!("make the tunnel device in {}", netns.path().display());
         for _ in 0..ROUNDS {
@@ -176,7 +176,7 @@ impl State {
         &mut self,
         pod: &mut Client,
         netns: &Netns,
-        wanted: Wanted<'_>,
+        wanted: Reservation<'_>,
         no: &Refusal,
     ) -> Result<(), Error> {
         if let Some(there) = find(pod, netns, self.slot.number)? {
@@ -197,7 +197,7 @@ impl State {
         pod: &mut Client,
         netns: &Netns,
         there: &Link,
-        wanted: Wanted<'_>,
+        wanted: Reservation<'_>,
     ) -> Result<(), Error> {
         if !wanted.mark.is_on(there) {
             return Err(Error::Claimed { netns: netns.path().to_owned(), other: holder(there) });

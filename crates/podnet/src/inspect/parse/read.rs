@@ -14,7 +14,7 @@ use netlink_packet_route::route::{
 };
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
 
-use super::Found;
+use super::IndexedRoute;
 use crate::inspect::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
 use crate::link::{self, gateway, ip, mac_text, unspecified};
 
@@ -68,7 +68,7 @@ pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Res
 /// Why a route cannot be described in full.
 pub(super) enum Strange {
     /// One detail cannot be described; the text names it.
-    Detail(Box<Found>, String),
+    Detail(Box<IndexedRoute>, String),
     /// The route cannot be described; the text names the cause.
     Whole(String),
 }
@@ -122,7 +122,7 @@ fn read_parts(message: &RouteMessage) -> Option<Parts> {
 }
 
 /// Returns a route, or `None` for one that the kernel makes by itself everywhere.
-pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange>> {
+pub(super) fn read_route(message: &RouteMessage) -> Option<Result<IndexedRoute, Strange>> {
     let header = &message.header;
     let Parts { mut route, mut device, hops, mut whole, detail } = read_parts(message)?;
     if is_kernels_own(header, &route) {
@@ -146,7 +146,7 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
     let note = detail.map(|what| format!("{what} of {}", name()));
     let (hops, described) = hops.into_iter().unzip();
     route.hops = described;
-    let found = Found { device: device.filter(|_| route.hops.is_empty()), hops, route };
+    let found = IndexedRoute { device: device.filter(|_| route.hops.is_empty()), hops, route };
     Some(match note {
         Some(note) => Err(Strange::Detail(Box::new(found), note)),
         None => Ok(found),

@@ -24,7 +24,7 @@ use peerpod_podnet::nft::{Filter, Peer};
 use peerpod_podnet::plan::{self, Underlay};
 use peerpod_podnet::redirect::{Classifier, Classifiers};
 use peerpod_podnet::tunnel::{self, Connection, Pair};
-use peerpod_podnet::vxlan::{self, Held, Shape, Slot, Vnis, Wanted};
+use peerpod_podnet::vxlan::{self, Held, Reservation, Shape, Slot, Vnis};
 use peerpod_podnet::{Error, guest};
 use peerpod_proto::guest::NetworkPlan;
 
@@ -272,7 +272,7 @@ impl World {
     ) -> Result<Held, Error> {
         let mut host = self.open("node").netlink().unwrap();
         let slots = [Slot { number: 0, vni: wanted }];
-        let wanted = Wanted {
+        let wanted = Reservation {
             mark: self.mark(sandbox),
             shape,
             source_ports: None,
