@@ -45,5 +45,5 @@ pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
 }
 
 fn key(route: &Route) -> impl PartialEq {
-    (route.destination, route.prefix, route.gateway, route.metric, route.table, route.kind, route.tos)
+    (route.destination, route.prefix, route.gateway, route.metric, route.fib)
 }

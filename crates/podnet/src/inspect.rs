@@ -16,8 +16,8 @@ mod unlisted;
 pub(crate) use parse::Picture;
 pub(crate) use seen::usual_broadcast;
 pub use seen::{
-    Address, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl, TABLE_LOCAL,
-    TABLE_MAIN, UNICAST,
+    Address, FibPlace, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, RuleFlow,
+    RuleSelector, Sysctl, TABLE_LOCAL, TABLE_MAIN, UNICAST,
 };
 
 pub use unlisted::unlisted;

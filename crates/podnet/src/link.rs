@@ -28,11 +28,7 @@ pub struct Link {
     /// Its MTU, in bytes.
     pub mtu: u32,
     pub(crate) tx_queue_len: Option<u32>,
-    pub(crate) up: bool,
-    pub(crate) loopback: bool,
-    pub(crate) no_arp: bool,
-    pub(crate) promiscuous: bool,
-    pub(crate) all_multicast: bool,
+    pub(crate) flags: DeviceFlags,
     pub(crate) alias: Option<String>,
     /// Kind of a device of this kernel's own; `None` for hardware.
     pub(crate) kind: Option<InfoKind>,
@@ -48,6 +44,28 @@ pub struct Link {
     pub(crate) v4: Option<Box<InetDevConf>>,
     pub(crate) v6: Option<Box<Inet6DevConf>>,
     pub(crate) vxlan: Option<Vxlan>,
+}
+
+/// Flags of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DeviceFlags {
+    pub(crate) up: bool,
+    pub(crate) loopback: bool,
+    pub(crate) no_arp: bool,
+    pub(crate) promiscuous: bool,
+    pub(crate) all_multicast: bool,
+}
+
+impl DeviceFlags {
+    fn of(flags: LinkFlags) -> DeviceFlags {
+        DeviceFlags {
+            up: flags.contains(LinkFlags::Up),
+            loopback: flags.contains(LinkFlags::Loopback),
+            no_arp: flags.contains(LinkFlags::Noarp),
+            promiscuous: flags.contains(LinkFlags::Promisc),
+            all_multicast: flags.contains(LinkFlags::Allmulti),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -112,15 +130,7 @@ fn read(message: LinkMessage) -> Link {
     let header = &message.header;
     // The other end of a veth pair is reported as a link as well, and may be in the same namespace.
     let mut lower = None;
-    let mut link = Link {
-        index: header.index,
-        up: header.flags.contains(LinkFlags::Up),
-        loopback: header.flags.contains(LinkFlags::Loopback),
-        no_arp: header.flags.contains(LinkFlags::Noarp),
-        promiscuous: header.flags.contains(LinkFlags::Promisc),
-        all_multicast: header.flags.contains(LinkFlags::Allmulti),
-        ..Link::default()
-    };
+    let mut link = Link { index: header.index, flags: DeviceFlags::of(header.flags), ..Link::default() };
     let ethernet = header.link_layer_type == LinkLayerType::Ether;
     for attribute in message.attributes {
         match attribute {

@@ -131,7 +131,7 @@ fn is_connected(link: &link::Link, pair: &Pair, connection: &Connection<'_>) -> 
         vxlan.vni == pair.held.vni
             && (vxlan.remote, vxlan.local) == (Some(connection.remote), Some(connection.local))
     };
-    link.up && link.mtu == pair.mtu && link.vxlan.as_ref().is_some_and(ends)
+    link.flags.up && link.mtu == pair.mtu && link.vxlan.as_ref().is_some_and(ends)
 }
 
 fn first_refusal(answers: &[Ack]) -> Option<(usize, &netlink::Refusal)> {

@@ -61,7 +61,7 @@ pub fn nics(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
         index: link.index,
         mac: link.mac.unwrap_or_default(),
         mtu: link.mtu,
-        up: link.up,
+        up: link.flags.up,
         ..UnderlayDevice::default()
     };
     Ok(all.into_iter().map(of).collect())
@@ -139,7 +139,7 @@ fn is_nic(link: &Link) -> bool {
         Some(InfoKind::Veth) => link.elsewhere,
         Some(_) => false,
     };
-    fit && link.mac.is_some() && !link.loopback && !link.name.starts_with(OURS)
+    fit && link.mac.is_some() && !link.flags.loopback && !link.name.starts_with(OURS)
 }
 
 /// Returns whether an address is ready. It is not ready during duplicate address detection, or if that failed. Its

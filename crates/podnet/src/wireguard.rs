@@ -133,7 +133,7 @@ impl Inner {
 
     fn is_whole(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<bool, Netlink> {
         let index = self.index.load(Ordering::Acquire);
-        let ready = |link: Link| link.name == DEVICE && link.up;
+        let ready = |link: Link| link.name == DEVICE && link.flags.up;
         if !link::by_index(client, index)?.is_some_and(ready) {
             return Ok(false);
         }

@@ -39,7 +39,7 @@ impl<'a> Devices<'a> {
         let mut ordered: Vec<Tunnelled<'_>> = planned.tunnels().collect();
         ordered.sort_by_key(|(_, interface)| interface.index);
         let mut steps = Vec::new();
-        let mut loopback = picture.links.iter().filter(|link| link.loopback && !link.up);
+        let mut loopback = picture.links.iter().filter(|link| link.flags.loopback && !link.flags.up);
         steps.extend(loopback.next().map(|lo| state_step("set lo up".to_owned(), lo, true)));
         for wanted in ordered {
             let name = &wanted.1.name;
@@ -81,7 +81,8 @@ impl<'a> Devices<'a> {
     ) -> Result<(), Error> {
         let mut steps = Vec::new();
         for wanted in interfaces {
-            let link = picture.links.iter().find(|link| link.name == wanted.name && link.up == wanted.down);
+            let link =
+                picture.links.iter().find(|link| link.name == wanted.name && link.flags.up == wanted.down);
             let way = if wanted.down { "down" } else { "up" };
             steps.extend(
                 link.map(|link| state_step(format!("take {} {way}", wanted.name), link, !wanted.down)),
@@ -208,7 +209,7 @@ fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
         steps.push(Step::change(link::set(new), (!is_new).then(|| link::set(old)), what));
     }
     let flags = (wanted.no_arp, wanted.promiscuous, wanted.all_multicast);
-    let has = (link.no_arp, link.promiscuous, link.all_multicast);
+    let has = (link.flags.no_arp, link.flags.promiscuous, link.flags.all_multicast);
     if flags != has {
         let set = |(no_arp, promiscuous, all_multicast): (bool, bool, bool)| {
             link::set(device().arp(!no_arp).promiscuous(promiscuous).allmulticast(all_multicast))

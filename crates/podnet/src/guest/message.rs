@@ -70,11 +70,11 @@ pub(super) fn route(names: &Names<'_>, device: Option<&str>, from: &Route) -> Re
     let mut builder = RouteMessageBuilder::<IpAddr>::new()
         .destination_prefix(from.destination, from.prefix)
         .map_err(Error::plan)?
-        .table_id(from.table)
+        .table_id(from.fib.table)
         .protocol(from.protocol.into())
         .scope(from.scope.into())
-        .kind(from.kind.into())
-        .tos(from.tos);
+        .kind(from.fib.kind.into())
+        .tos(from.fib.tos);
     if from.onlink || only.is_some_and(|(_, _, onlink)| onlink) {
         builder = builder.onlink();
     }
@@ -150,12 +150,13 @@ pub(super) fn neighbour(index: u32, from: &Neighbour) -> NeighbourMessage {
 }
 
 pub(super) fn rule(from: &Rule) -> RuleMessage {
+    let (selector, flow) = (&from.selector, &from.flow);
     let mut message = RuleMessage::default();
     let header = &mut message.header;
     header.family = if from.v6 { AddressFamily::Inet6 } else { AddressFamily::Inet };
-    header.src_len = from.from.map_or(0, |side| side.length);
-    header.dst_len = from.to.map_or(0, |side| side.length);
-    header.tos = from.tos;
+    header.src_len = selector.from.map_or(0, |side| side.length);
+    header.dst_len = selector.to.map_or(0, |side| side.length);
+    header.tos = selector.tos;
     header.table = u8::try_from(from.table).unwrap_or(TABLE_ELSEWHERE);
     header.action = from.action.into();
     if from.invert {
@@ -163,14 +164,14 @@ pub(super) fn rule(from: &Rule) -> RuleMessage {
     }
     let attributes = &mut message.attributes;
     attributes.push(RuleAttribute::Priority(from.priority));
-    attributes.extend(from.from.map(|side| RuleAttribute::Source(side.address)));
-    attributes.extend(from.to.map(|side| RuleAttribute::Destination(side.address)));
+    attributes.extend(selector.from.map(|side| RuleAttribute::Source(side.address)));
+    attributes.extend(selector.to.map(|side| RuleAttribute::Destination(side.address)));
     let name = |name: &String| Some(name.clone()).filter(|name| !name.is_empty());
-    attributes.extend(name(&from.iif).map(RuleAttribute::Iifname));
-    attributes.extend(name(&from.oif).map(RuleAttribute::Oifname));
-    if from.fwmark != 0 || from.fwmask != 0 {
-        attributes.push(RuleAttribute::FwMark(from.fwmark));
-        attributes.push(RuleAttribute::FwMask(from.fwmask));
+    attributes.extend(name(&selector.iif).map(RuleAttribute::Iifname));
+    attributes.extend(name(&selector.oif).map(RuleAttribute::Oifname));
+    if selector.fwmark != 0 || selector.fwmask != 0 {
+        attributes.push(RuleAttribute::FwMark(selector.fwmark));
+        attributes.push(RuleAttribute::FwMask(selector.fwmask));
     }
     let number = |number: u32| Some(number).filter(|number| *number != 0);
     attributes.extend(number(from.table).map(RuleAttribute::Table));
@@ -178,12 +179,12 @@ pub(super) fn rule(from: &Rule) -> RuleMessage {
     attributes.push(RuleAttribute::Protocol(from.protocol.into()));
     attributes.extend(from.suppress_prefix_length.map(RuleAttribute::SuppressPrefixLen));
     attributes.extend(from.suppress_group.map(RuleAttribute::SuppressIfGroup));
-    attributes.extend(from.uids.map(|(start, end)| RuleAttribute::UidRange(RuleUidRange { start, end })));
-    if from.ip_protocol != 0 {
-        attributes.push(RuleAttribute::IpProtocol(IpProtocol::from(from.ip_protocol)));
+    attributes.extend(flow.uids.map(|(start, end)| RuleAttribute::UidRange(RuleUidRange { start, end })));
+    if flow.ip_protocol != 0 {
+        attributes.push(RuleAttribute::IpProtocol(IpProtocol::from(flow.ip_protocol)));
     }
     let ports = |(start, end)| RulePortRange { start, end };
-    attributes.extend(from.source_ports.map(ports).map(RuleAttribute::SourcePortRange));
-    attributes.extend(from.destination_ports.map(ports).map(RuleAttribute::DestinationPortRange));
+    attributes.extend(flow.source_ports.map(ports).map(RuleAttribute::SourcePortRange));
+    attributes.extend(flow.destination_ports.map(ports).map(RuleAttribute::DestinationPortRange));
     message
 }

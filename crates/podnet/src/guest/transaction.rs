@@ -151,7 +151,7 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<[Vec<Step>; 3], Error>
     // The kernel accepts an on-link gateway only while no other route covers it, so routes with one come first. Then
     // come routes to an interface's own networks, routes through gateways in them, and routes through several devices.
     // Routes that differ only in their target keep their order: the first one counts.
-    let same = |r: &Route| (r.destination, r.prefix, r.table, r.metric, r.tos);
+    let same = |r: &Route| (r.destination, r.prefix, r.fib.table, r.metric, r.fib.tos);
     let mut ranks = HashMap::new();
     for (device, route) in &add.routes {
         let rank = (device.is_none(), route.gateway.is_some() && !route.onlink, !route.onlink);
@@ -200,7 +200,7 @@ impl Object {
             // Several routes may share destination and metric, and their order counts.
             new: (NLM_F_CREATE | NLM_F_APPEND, RouteNetlinkMessage::NewRoute(message.clone())),
             old: (0, RouteNetlinkMessage::DelRoute(message)),
-            name: format!("the route to {}/{} (table {})", route.destination, route.prefix, route.table),
+            name: format!("the route to {}/{} (table {})", route.destination, route.prefix, route.fib.table),
         })
     }
 

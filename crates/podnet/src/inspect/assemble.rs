@@ -72,10 +72,12 @@ pub(super) fn assemble(
 fn primary(picture: &Picture) -> Result<&Link, Error> {
     let of_route = |found: &IndexedRoute| found.device.or(found.hops.first().copied());
     let defaults =
-        picture.routes.iter().filter(|f| f.route.is_default() && f.route.table == super::TABLE_MAIN);
+        picture.routes.iter().filter(|f| f.route.is_default() && f.route.fib.table == super::TABLE_MAIN);
     let best = defaults
         .filter_map(|found| Some((found.route.destination.is_ipv6(), found.route.metric, of_route(found)?)))
-        .filter(|(_, _, index)| picture.link(*index).is_some_and(|link| !link.loopback && !is_ours(link)))
+        .filter(|(_, _, index)| {
+            picture.link(*index).is_some_and(|link| !link.flags.loopback && !is_ours(link))
+        })
         .min();
     let link = match best {
         Some((_, _, index)) => picture.link(index),
@@ -115,8 +117,8 @@ fn order<'a>(
     let mut others = Vec::new();
     for link in &picture.links {
         // sit0, tunl0 and the like exist in every namespace where their module is loaded; down, without address.
-        let used = link.up || picture.addresses.iter().any(|(of, _)| *of == link.index);
-        if !used || link.loopback || is_ours(link) || link.index == primary.index {
+        let used = link.flags.up || picture.addresses.iter().any(|(of, _)| *of == link.index);
+        if !used || link.flags.loopback || is_ours(link) || link.index == primary.index {
             continue;
         }
         match why_not(link, picture) {
@@ -143,10 +145,10 @@ fn interface(link: &Link, picture: &Picture) -> Interface {
         mac: mac_text(link.mac.unwrap_or_default()),
         mtu: link.mtu,
         tx_queue_len: link.tx_queue_len.map(queue),
-        no_arp: link.no_arp,
-        promiscuous: link.promiscuous,
-        all_multicast: link.all_multicast,
-        down: !link.up,
+        no_arp: link.flags.no_arp,
+        promiscuous: link.flags.promiscuous,
+        all_multicast: link.flags.all_multicast,
+        down: !link.flags.up,
         addresses: picture.addresses.iter().filter(|(index, _)| of(index)).map(|(_, a)| a.clone()).collect(),
         neighbours,
         routes: Vec::new(),
@@ -162,7 +164,7 @@ fn queue(length: u32) -> u32 {
 }
 
 fn loopback(picture: &Picture) -> Vec<super::Address> {
-    let Some(lo) = picture.links.iter().find(|link| link.loopback) else { return Vec::new() };
+    let Some(lo) = picture.links.iter().find(|link| link.flags.loopback) else { return Vec::new() };
     let own = |a: &super::Address| match a.address {
         IpAddr::V4(address) => address == Ipv4Addr::LOCALHOST && a.prefix == 8,
         IpAddr::V6(address) => address == Ipv6Addr::LOCALHOST,
@@ -186,7 +188,7 @@ fn place(
     }
     let is_carried = |index: u32| {
         carried.iter().any(|link| link.index == index)
-            || picture.link(index).is_some_and(|link| link.loopback)
+            || picture.link(index).is_some_and(|link| link.flags.loopback)
     };
     if let Some(other) = devices.copied().find(|index| !is_carried(*index)) {
         let name = picture.link(other).map_or_else(|| format!("number {other}"), |link| link.name.clone());

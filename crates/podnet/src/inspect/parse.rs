@@ -75,7 +75,7 @@ impl Picture {
             hop.interface.clone_from(&self.link(*index).ok_or(*index)?.name);
         }
         match device {
-            Some(lo) if lo.loopback => {
+            Some(lo) if lo.flags.loopback => {
                 let (gateway, onlink) = (route.gateway.take(), std::mem::take(&mut route.onlink));
                 route.hops = vec![Hop { gateway, interface: lo.name.clone(), weight: 1, onlink }];
                 Ok((None, route))

@@ -200,15 +200,9 @@ pub struct Route {
     pub onlink: bool,
     /// Path MTU of the route, in bytes; 0 = the interface's MTU.
     pub mtu: u32,
-    /// rtnetlink's table number.
-    #[serde(default = "main_table")]
-    pub table: u32,
-    /// rtnetlink's type: 1 unicast, 2 local, 6 blackhole, 7 unreachable, 8 prohibit, 9 throw.
-    #[serde(default = "unicast")]
-    pub kind: u8,
-    /// Type of service of matching packets; 0 = all.
-    #[serde(default)]
-    pub tos: u8,
+    /// Its place in the kernel's forwarding tables.
+    #[serde(flatten)]
+    pub fib: FibPlace,
     /// TCP segment size to announce, in bytes; 0 = derived from the MTU.
     #[serde(default)]
     pub advmss: u32,
@@ -223,6 +217,27 @@ pub struct Route {
     pub preference: u8,
     /// Lifetime that was left at inspection, in seconds; `None` = for ever.
     pub expires: Option<u32>,
+}
+
+/// Place of a route in the kernel's forwarding tables (FIB), besides destination and priority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct FibPlace {
+    /// rtnetlink's table number.
+    #[serde(default = "main_table")]
+    pub table: u32,
+    /// rtnetlink's type: 1 unicast, 2 local, 6 blackhole, 7 unreachable, 8 prohibit, 9 throw.
+    #[serde(default = "unicast")]
+    pub kind: u8,
+    /// Type of service of matching packets; 0 = all.
+    #[serde(default)]
+    pub tos: u8,
+}
+
+impl Default for FibPlace {
+    /// Returns the place of a unicast route in the main table.
+    fn default() -> FibPlace {
+        FibPlace { table: TABLE_MAIN, kind: UNICAST, tos: 0 }
+    }
 }
 
 fn main_table() -> u32 {
@@ -246,9 +261,7 @@ impl Route {
             scope: 0,
             onlink: false,
             mtu: 0,
-            table: TABLE_MAIN,
-            kind: UNICAST,
-            tos: 0,
+            fib: FibPlace::default(),
             advmss: 0,
             hops: Vec::new(),
             metrics: Vec::new(),
@@ -265,7 +278,7 @@ impl Route {
 
     /// Returns whether it is a unicast default route.
     pub fn is_default(&self) -> bool {
-        self.prefix == 0 && self.kind == UNICAST
+        self.prefix == 0 && self.fib.kind == UNICAST
     }
 }
 
@@ -329,6 +342,30 @@ pub struct Rule {
     pub priority: u32,
     /// Whether it applies to packets that do *not* match.
     pub invert: bool,
+    /// Addresses, interfaces, mark and type of service of matching packets.
+    #[serde(flatten)]
+    pub selector: RuleSelector,
+    /// The table to look up.
+    pub table: u32,
+    /// rtnetlink's action: 1 table, 2 goto, 3 nop, 6 blackhole, 7 unreachable, 8 prohibit.
+    pub action: u8,
+    /// Priority of the rule to go on with (action 2).
+    pub goto: u32,
+    /// Origin of the rule: a route's protocol number.
+    pub protocol: u8,
+    /// Routes found with at most this prefix length do not count.
+    pub suppress_prefix_length: Option<u32>,
+    /// Routes found through interfaces of this group do not count.
+    pub suppress_group: Option<u32>,
+    /// Sender, protocol and ports of matching packets.
+    #[serde(flatten)]
+    pub flow: RuleFlow,
+}
+
+/// Addresses, interfaces, mark and type of service of the packets that a policy rule matches.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RuleSelector {
     /// Source addresses.
     pub from: Option<Prefix>,
     /// Destination addresses.
@@ -343,18 +380,12 @@ pub struct Rule {
     pub fwmask: u32,
     /// Type of service; 0 = any.
     pub tos: u8,
-    /// The table to look up.
-    pub table: u32,
-    /// rtnetlink's action: 1 table, 2 goto, 3 nop, 6 blackhole, 7 unreachable, 8 prohibit.
-    pub action: u8,
-    /// Priority of the rule to go on with (action 2).
-    pub goto: u32,
-    /// Origin of the rule: a route's protocol number.
-    pub protocol: u8,
-    /// Routes found with at most this prefix length do not count.
-    pub suppress_prefix_length: Option<u32>,
-    /// Routes found through interfaces of this group do not count.
-    pub suppress_group: Option<u32>,
+}
+
+/// Sender, protocol and ports of the packets that a policy rule matches.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RuleFlow {
     /// User ids, first and last.
     pub uids: Option<(u32, u32)>,
     /// IP protocol; 0 = any.
@@ -404,6 +435,44 @@ mod tests {
         assert_eq!(seen.left_out, ["interface net1"]);
         let again: PodNetworkState = serde_json::from_str(&serde_json::to_string(&seen).unwrap()).unwrap();
         assert_eq!(again, seen);
+    }
+
+    #[test]
+    fn routes_and_rules_are_flat_in_the_ledger() {
+        let (any4, length) = (IpAddr::from(Ipv4Addr::UNSPECIFIED), 0);
+        let route = Route {
+            fib: FibPlace { table: 7, kind: 6, tos: 8 },
+            metrics: vec![(10, 4)],
+            ..Route::new(any4, length)
+        };
+        let of_route = concat!(
+            r#"{"destination":"0.0.0.0","prefix":0,"gateway":null,"source":null,"metric":0,"#,
+            r#""protocol":3,"scope":0,"onlink":false,"mtu":0,"table":7,"kind":6,"tos":8,"#,
+            r#""advmss":0,"hops":[],"metrics":[[10,4]],"preference":0,"expires":null}"#,
+        );
+        assert_eq!(serde_json::to_string(&route).unwrap(), of_route);
+        assert_eq!(serde_json::from_str::<Route>(of_route).unwrap(), route);
+        let rule = Rule {
+            priority: 9,
+            selector: RuleSelector {
+                from: Some(Prefix { address: any4, length }),
+                fwmark: 3,
+                ..Default::default()
+            },
+            table: 7,
+            flow: RuleFlow { source_ports: Some((1, 2)), ..RuleFlow::default() },
+            ..Rule::default()
+        };
+        let of_rule = concat!(
+            r#"{"v6":false,"priority":9,"invert":false,"from":{"address":"0.0.0.0","length":0},"to":null,"#,
+            r#""iif":"","oif":"","fwmark":3,"fwmask":0,"tos":0,"#,
+            r#""table":7,"action":0,"goto":0,"protocol":0,"#,
+            r#""suppress_prefix_length":null,"suppress_group":null,"#,
+            r#""uids":null,"ip_protocol":0,"source_ports":[1,2],"destination_ports":null}"#,
+        );
+        assert_eq!(serde_json::to_string(&rule).unwrap(), of_rule);
+        assert_eq!(serde_json::from_str::<Rule>(of_rule).unwrap(), rule);
+        assert_eq!(serde_json::from_str::<Rule>("{}").unwrap(), Rule::default());
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 use super::{KIND, MAX_INTERFACES, OLD_VERSION, Planned, Underlay, VERSION, wire};
 use crate::Error;
 use crate::inspect::{
-    Address, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl, TABLE_MAIN, UNICAST,
-    usual_broadcast,
+    Address, FibPlace, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, RuleFlow,
+    RuleSelector, Sysctl, TABLE_MAIN, UNICAST, usual_broadcast,
 };
 use crate::link::{bits, mac_of, mac_text};
 
@@ -195,9 +195,7 @@ fn read_route(from: &wire::Route) -> Result<Route, Error> {
         scope: small("a route's scope", from.scope)?,
         onlink: from.onlink,
         mtu: from.mtu,
-        table: from.table,
-        kind,
-        tos: small("a route's type of service", from.tos)?,
+        fib: FibPlace { table: from.table, kind, tos: small("a route's type of service", from.tos)? },
         advmss: from.advmss,
         hops: all(&from.hops, |hop| read_hop(hop, destination))?,
         metrics: all(&from.metrics, read_metric)?,
@@ -280,23 +278,27 @@ fn read_rule(from: &wire::Rule) -> Result<Rule, Error> {
         v6: from.v6,
         priority: from.priority,
         invert: from.invert,
-        from: side(&from.from)?,
-        to: side(&from.to)?,
-        iif: from.iif.clone(),
-        oif: from.oif.clone(),
-        fwmark: from.fwmark,
-        fwmask: from.fwmask,
-        tos: small("a rule's type of service", from.tos)?,
+        selector: RuleSelector {
+            from: side(&from.from)?,
+            to: side(&from.to)?,
+            iif: from.iif.clone(),
+            oif: from.oif.clone(),
+            fwmark: from.fwmark,
+            fwmask: from.fwmask,
+            tos: small("a rule's type of service", from.tos)?,
+        },
         table: from.table,
         action,
         goto: from.goto,
         protocol: small("a rule's protocol", from.protocol)?,
         suppress_prefix_length: from.suppress_prefix_length,
         suppress_group: from.suppress_group,
-        uids: from.uids.as_ref().map(|range| (range.first, range.last)),
-        ip_protocol: small("a rule's IP protocol", from.ip_protocol)?,
-        source_ports: from.source_ports.as_ref().map(ports).transpose()?,
-        destination_ports: from.destination_ports.as_ref().map(ports).transpose()?,
+        flow: RuleFlow {
+            uids: from.uids.as_ref().map(|range| (range.first, range.last)),
+            ip_protocol: small("a rule's IP protocol", from.ip_protocol)?,
+            source_ports: from.source_ports.as_ref().map(ports).transpose()?,
+            destination_ports: from.destination_ports.as_ref().map(ports).transpose()?,
+        },
     })
 }
 

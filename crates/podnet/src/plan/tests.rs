@@ -8,7 +8,9 @@ use proptest::prelude::*;
 use protobuf::Message;
 
 use super::*;
-use crate::inspect::{Address, Hop, Neighbour, Prefix, Route, Rule, Sysctl};
+use crate::inspect::{
+    Address, FibPlace, Hop, Neighbour, Prefix, Route, Rule, RuleFlow, RuleSelector, Sysctl,
+};
 use crate::link::mac_text;
 
 fn underlay() -> Underlay {
@@ -104,9 +106,7 @@ fn route(interfaces: Vec<String>) -> impl Strategy<Value = Route> {
                     scope,
                     onlink,
                     mtu,
-                    table,
-                    kind,
-                    tos,
+                    fib: FibPlace { table, kind, tos },
                     ..Route::new(destination, prefix)
                 };
                 Route { advmss, hops, metrics, preference, expires, ..route }
@@ -151,23 +151,14 @@ fn rule() -> impl Strategy<Value = Rule> {
                     v6,
                     priority,
                     invert,
-                    from,
-                    to,
-                    iif,
-                    oif,
-                    fwmark,
-                    fwmask,
-                    tos,
+                    selector: RuleSelector { from, to, iif, oif, fwmark, fwmask, tos },
                     table,
                     action,
                     goto,
                     protocol,
                     suppress_prefix_length,
                     suppress_group,
-                    uids,
-                    ip_protocol,
-                    source_ports,
-                    destination_ports,
+                    flow: RuleFlow { uids, ip_protocol, source_ports, destination_ports },
                 }
             },
         )

@@ -84,13 +84,13 @@ fn written_route(from: &Route) -> wire::Route {
     to.gateway = text(from.gateway);
     to.source = text(from.source);
     to.metric = from.metric;
-    to.table = from.table;
+    to.table = from.fib.table;
     to.protocol = from.protocol.into();
     to.scope = from.scope.into();
     to.onlink = from.onlink;
     to.mtu = from.mtu;
-    to.kind = from.kind.into();
-    to.tos = from.tos.into();
+    to.kind = from.fib.kind.into();
+    to.tos = from.fib.tos.into();
     to.advmss = from.advmss;
     to.preference = from.preference.into();
     to.expires = from.expires;
@@ -125,27 +125,28 @@ fn written_neighbour(from: &Neighbour) -> wire::Neighbour {
 fn written_rule(from: &Rule) -> wire::Rule {
     let side = |side: Option<Prefix>| text(side.map(|p| prefix(p.address, p.length)));
     let ports = |(first, last): (u16, u16)| range(first.into(), last.into());
+    let (selector, flow) = (&from.selector, &from.flow);
     let mut to = wire::Rule::new();
     to.v6 = from.v6;
     to.priority = from.priority;
     to.invert = from.invert;
-    to.from = side(from.from);
-    to.to = side(from.to);
-    to.iif.clone_from(&from.iif);
-    to.oif.clone_from(&from.oif);
-    to.fwmark = from.fwmark;
-    to.fwmask = from.fwmask;
-    to.tos = from.tos.into();
+    to.from = side(selector.from);
+    to.to = side(selector.to);
+    to.iif.clone_from(&selector.iif);
+    to.oif.clone_from(&selector.oif);
+    to.fwmark = selector.fwmark;
+    to.fwmask = selector.fwmask;
+    to.tos = selector.tos.into();
     to.table = from.table;
     to.action = from.action.into();
     to.goto = from.goto;
     to.protocol = from.protocol.into();
     to.suppress_prefix_length = from.suppress_prefix_length;
     to.suppress_group = from.suppress_group;
-    to.uids = from.uids.map(|(first, last)| range(first, last)).into();
-    to.ip_protocol = from.ip_protocol.into();
-    to.source_ports = from.source_ports.map(ports).into();
-    to.destination_ports = from.destination_ports.map(ports).into();
+    to.uids = flow.uids.map(|(first, last)| range(first, last)).into();
+    to.ip_protocol = flow.ip_protocol.into();
+    to.source_ports = flow.source_ports.map(ports).into();
+    to.destination_ports = flow.destination_ports.map(ports).into();
     to
 }
 

@@ -71,7 +71,7 @@ fn make(
 
 /// Returns the holder of the port, as text.
 fn culprit(host: &mut Client, port: u16) -> String {
-    let holds = |link: &Link| link.up && link.vxlan.as_ref().is_some_and(|v| v.port == port);
+    let holds = |link: &Link| link.flags.up && link.vxlan.as_ref().is_some_and(|v| v.port == port);
     let there = link::all_that(host, 64, holds).unwrap_or_default();
     let greedy = |link: &&Link| link.vxlan.as_ref().is_some_and(|v| v.collect_metadata);
     match (there.iter().find(greedy), there.first()) {

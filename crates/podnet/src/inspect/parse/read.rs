@@ -15,7 +15,9 @@ use netlink_packet_route::route::{
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
 
 use super::IndexedRoute;
-use crate::inspect::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
+use crate::inspect::seen::{
+    Address, FibPlace, Hop, Neighbour, Prefix, Route, Rule, RuleFlow, RuleSelector, TABLE_LOCAL, UNICAST,
+};
 use crate::link::{self, gateway, ip, mac_text, unspecified};
 
 const FOR_EVER: u32 = u32::MAX;
@@ -90,9 +92,7 @@ fn read_parts(message: &RouteMessage) -> Option<Parts> {
         protocol: header.protocol.into(),
         scope: header.scope.into(),
         onlink: header.flags.contains(RouteFlags::Onlink),
-        table: u32::from(header.table),
-        kind: header.kind.into(),
-        tos: header.tos,
+        fib: FibPlace { table: u32::from(header.table), kind: header.kind.into(), tos: header.tos },
         ..Route::new(nowhere, header.destination_prefix_length)
     };
     let mut parts = Parts { route, device: None, hops: Vec::new(), whole: None, detail: None };
@@ -104,7 +104,7 @@ fn read_parts(message: &RouteMessage) -> Option<Parts> {
             RouteAttribute::PrefSource(a) => route.source = ip(a),
             RouteAttribute::Priority(metric) => route.metric = *metric,
             RouteAttribute::Oif(index) => *device = Some(*index),
-            RouteAttribute::Table(number) => route.table = *number,
+            RouteAttribute::Table(number) => route.fib.table = *number,
             RouteAttribute::MultiPath(all) => *hops = all.iter().map(|hop| read_hop(hop, whole)).collect(),
             RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => *whole = Some("encapsulates"),
             RouteAttribute::Source(_) => *whole = Some("is for some sources only"),
@@ -128,7 +128,7 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<IndexedRoute, 
     if is_kernels_own(header, &route) {
         return None;
     }
-    let name = || format!("the route to {}/{} (table {})", route.destination, route.prefix, route.table);
+    let name = || format!("the route to {}/{} (table {})", route.destination, route.prefix, route.fib.table);
     match header.kind {
         RouteType::Unicast | RouteType::Local => {}
         RouteType::BlackHole | RouteType::Unreachable | RouteType::Prohibit | RouteType::Throw => {
@@ -137,7 +137,7 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<IndexedRoute, 
         }
         _ => whole = Some("is of an unknown type"),
     }
-    if route.kind == UNICAST && device.is_none() && hops.is_empty() {
+    if route.fib.kind == UNICAST && device.is_none() && hops.is_empty() {
         whole = Some("has no interface");
     }
     if let Some(why) = whole {
@@ -175,10 +175,10 @@ fn is_kernels_own(header: &RouteHeader, route: &Route) -> bool {
     let of_prefix = header.kind == RouteType::Local
         && route.prefix < link::bits(route.destination)
         && (route.destination, route.prefix) != LOCALHOST;
-    route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
+    route.fib.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
         || header.flags.contains(RouteFlags::Cloned)
         // Old kernels have this route in every namespace, in no table.
-        || route.table == 0
+        || route.fib.table == 0
         || matches!(header.kind, RouteType::Broadcast | RouteType::Anycast | RouteType::Multicast)
 }
 
@@ -213,35 +213,35 @@ pub(super) fn read_rule(message: &RuleMessage) -> Option<Result<Rule, String>> {
     let v6 = header.family == AddressFamily::Inet6;
     let mut rule = Rule {
         v6,
-        tos: header.tos,
+        selector: RuleSelector { tos: header.tos, ..RuleSelector::default() },
         table: u32::from(header.table),
         action: header.action.into(),
         invert: header.flags.contains(RuleFlags::Invert),
         ..Rule::default()
     };
+    let RuleSelector { from, to, iif, oif, fwmark, fwmask, .. } = &mut rule.selector;
+    let RuleFlow { uids, ip_protocol, source_ports, destination_ports } = &mut rule.flow;
     let side = |address: &IpAddr, length| Some(Prefix { address: *address, length });
     let mut strange = None;
     for attribute in &message.attributes {
         match attribute {
-            RuleAttribute::Source(a) => rule.from = side(a, header.src_len),
-            RuleAttribute::Destination(a) => rule.to = side(a, header.dst_len),
-            RuleAttribute::Iifname(name) => rule.iif.clone_from(name),
-            RuleAttribute::Oifname(name) => rule.oif.clone_from(name),
+            RuleAttribute::Source(a) => *from = side(a, header.src_len),
+            RuleAttribute::Destination(a) => *to = side(a, header.dst_len),
+            RuleAttribute::Iifname(name) => iif.clone_from(name),
+            RuleAttribute::Oifname(name) => oif.clone_from(name),
             RuleAttribute::Priority(priority) => rule.priority = *priority,
-            RuleAttribute::FwMark(mark) => rule.fwmark = *mark,
-            RuleAttribute::FwMask(mask) => rule.fwmask = *mask,
+            RuleAttribute::FwMark(mark) => *fwmark = *mark,
+            RuleAttribute::FwMask(mask) => *fwmask = *mask,
             RuleAttribute::Table(table) => rule.table = *table,
             RuleAttribute::Goto(priority) => rule.goto = *priority,
             RuleAttribute::Protocol(who) => rule.protocol = u8::from(*who),
             RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
             RuleAttribute::SuppressPrefixLen(length) => rule.suppress_prefix_length = Some(*length),
             RuleAttribute::SuppressIfGroup(group) => rule.suppress_group = Some(*group),
-            RuleAttribute::UidRange(range) => rule.uids = Some((range.start, range.end)),
-            RuleAttribute::IpProtocol(protocol) => rule.ip_protocol = u8::from(*protocol),
-            RuleAttribute::SourcePortRange(range) => rule.source_ports = Some((range.start, range.end)),
-            RuleAttribute::DestinationPortRange(range) => {
-                rule.destination_ports = Some((range.start, range.end))
-            }
+            RuleAttribute::UidRange(range) => *uids = Some((range.start, range.end)),
+            RuleAttribute::IpProtocol(protocol) => *ip_protocol = u8::from(*protocol),
+            RuleAttribute::SourcePortRange(range) => *source_ports = Some((range.start, range.end)),
+            RuleAttribute::DestinationPortRange(range) => *destination_ports = Some((range.start, range.end)),
             RuleAttribute::L3MDev(false) => {}
             RuleAttribute::L3MDev(true) => strange = Some("about a VRF"),
             RuleAttribute::TunId(0) => {}
