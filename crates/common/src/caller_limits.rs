@@ -44,7 +44,7 @@ pub struct CallerLimits<K> {
 
 /// One request in flight.
 #[derive(Debug)]
-pub struct Place<K: Hash + Eq> {
+pub struct CallerPermit<K: Hash + Eq> {
     key: K,
     buckets: Buckets<K>,
 }
@@ -56,7 +56,7 @@ impl<K: Hash + Eq + Clone> CallerLimits<K> {
     }
 
     /// Admits a request; `None`: too many.
-    pub fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
+    pub fn enter(&self, key: &K, now: Instant) -> Option<CallerPermit<K>> {
         let Rate { burst, per_second, at_once } = self.rate;
         let mut buckets = self.buckets.lock();
         if buckets.len() >= MOST && !buckets.contains_key(key) {
@@ -72,7 +72,7 @@ impl<K: Hash + Eq + Clone> CallerLimits<K> {
             return None;
         }
         bucket.under_way += 1;
-        Some(Place { key: key.clone(), buckets: self.buckets.clone() })
+        Some(CallerPermit { key: key.clone(), buckets: self.buckets.clone() })
     }
 
     /// Whether a line about this caller may be logged.
@@ -81,7 +81,7 @@ impl<K: Hash + Eq + Clone> CallerLimits<K> {
     }
 }
 
-impl<K: Hash + Eq> Drop for Place<K> {
+impl<K: Hash + Eq> Drop for CallerPermit<K> {
     fn drop(&mut self) {
         let mut buckets = self.buckets.lock();
         if let Some(bucket) = buckets.get_mut(&self.key) {

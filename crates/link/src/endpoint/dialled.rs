@@ -101,7 +101,7 @@ const CONNECT: Duration = Duration::from_secs(3);
 /// Time to linger of a socket that is reset when it is closed.
 const RESET: Option<Duration> = Some(Duration::ZERO);
 
-pub(super) type Answer = oneshot::Sender<Result<Connected, DialError>>;
+pub(super) type DialAnswer = oneshot::Sender<Result<Connected, DialError>>;
 
 #[derive(Default)]
 pub(super) struct Dialled {
@@ -139,7 +139,7 @@ pub(super) struct DialledState {
 }
 
 enum State {
-    Calling(Option<Answer>, Instant),
+    Calling(Option<DialAnswer>, Instant),
     Parked(Instant),
     Dialling(BoxFuture<'static, io::Result<TcpStream>>, Instant),
     Open(TcpStream),
@@ -174,9 +174,15 @@ impl Dialled {
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
     }
 
-    pub(super) fn call(&mut self, session: &mut Session, limits: &Limits, target: Target, answer: Answer) {
+    pub(super) fn call(
+        &mut self,
+        session: &mut Session,
+        limits: &Limits,
+        target: Target,
+        answer: DialAnswer,
+    ) {
         // If the caller is gone, the result is dropped.
-        let refuse = |answer: Answer, why| drop(answer.send(Err(why)));
+        let refuse = |answer: DialAnswer, why| drop(answer.send(Err(why)));
         if session.epoch() == 0 {
             return refuse(answer, DialError::Away);
         }

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
 
-use super::dialled::{Answer, Call, Connected, DialError};
+use super::dialled::{Call, Connected, DialAnswer, DialError};
 use super::{Frozen, NotFrozen, Transport};
 use crate::record::Target;
 use crate::session::CONTROL_COST;
@@ -133,7 +133,7 @@ pub(super) enum Command {
     Attach(Transport),
     Adopt(UnixStream),
     Control(Bytes),
-    Dial(Target, Answer),
+    Dial(Target, DialAnswer),
     Join(Call, TcpStream),
     Hang(Call),
     Freeze(oneshot::Sender<Result<Frozen, NotFrozen>>),
