@@ -36,7 +36,7 @@ use crate::config::Settings;
 use crate::files;
 use crate::log::Ring;
 use crate::proc::{Exit, ProcessId};
-use crate::status::{Stage, Status};
+use crate::status::{RunningStage, Status};
 
 mod output;
 
@@ -236,7 +236,7 @@ impl Agent {
     }
 
     /// Watches the process until its end, or until it is unusable.
-    async fn serve(&self, running: &Running, stage: &mut Option<Stage>) {
+    async fn serve(&self, running: &Running, stage: &mut Option<RunningStage>) {
         let begin = async {
             self.wait_for_socket(stage).await;
             self.enforce_policy().await
@@ -249,7 +249,7 @@ impl Agent {
         self.phase.send_if_modified(|phase| std::mem::replace(phase, Phase::Starting) != Phase::Starting);
     }
 
-    async fn wait_for_socket(&self, stage: &mut Option<Stage>) {
+    async fn wait_for_socket(&self, stage: &mut Option<RunningStage>) {
         while UnixStream::connect(&self.socket).await.is_err() {
             sleep(POLL).await;
         }

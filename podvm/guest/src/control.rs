@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::sleep;
 
 use crate::agent::Agent;
-use crate::identity::Identity;
+use crate::identity::GuestIdentity;
 use crate::intercept::{Notice, Preparing, Use};
 use crate::status::Status;
 use crate::volumes::Fault;
@@ -32,7 +32,7 @@ const PROGRESS: Duration = Duration::from_secs(1);
 const TELL_EVERY: Duration = Duration::from_secs(30);
 
 pub(crate) struct Control {
-    pub(crate) identity: Arc<Mutex<Identity>>,
+    pub(crate) identity: Arc<Mutex<GuestIdentity>>,
     pub(crate) status: Arc<Status>,
     pub(crate) person: assignment::PodAssignment,
     /// Held during a flush: a second one must not report success before the first is done.

@@ -34,7 +34,7 @@ struct Grant {
 }
 
 /// Key and, once granted, its certificate.
-pub(crate) struct Identity {
+pub(crate) struct GuestIdentity {
     dir: PathBuf,
     /// Set once it was needed, or at the start if it is on disk.
     key: OnceLock<KeyPair>,
@@ -44,9 +44,9 @@ pub(crate) struct Identity {
     pins: Vec<[u8; 32]>,
 }
 
-impl Identity {
+impl GuestIdentity {
     /// Reads the identity from `dir` (made if need be). A missing key is made when it is needed.
-    pub(crate) fn load(dir: &Path) -> anyhow::Result<Identity> {
+    pub(crate) fn load(dir: &Path) -> anyhow::Result<GuestIdentity> {
         files::make_folder(dir).with_context(|| format!("making {}", dir.display()))?;
         let path = dir.join(KEY);
         let stored = files::read(&path, MAX_LEN).with_context(|| format!("reading {}", path.display()))?;
@@ -55,7 +55,7 @@ impl Identity {
             tracing::warn!(path = %path.display(), %error, "the stored key is damaged, making another one");
         });
         let key = key.ok().flatten().map(OnceLock::from).unwrap_or_default();
-        let mut identity = Identity {
+        let mut identity = GuestIdentity {
             dir: dir.to_owned(),
             key,
             sandbox_id: String::new(),
@@ -226,11 +226,11 @@ mod tests {
     fn the_key_is_made_once_and_is_for_root_alone() {
         let dir = TempDir::new();
         let state = dir.path().join("guest");
-        let first = Identity::load(&state).unwrap();
+        let first = GuestIdentity::load(&state).unwrap();
         assert!(!state.join(KEY).exists(), "not before it is needed");
         first.prepare().unwrap();
-        let again = Identity::load(&state).unwrap();
-        let public = |identity: &Identity| identity.key().unwrap().public_key_raw().to_vec();
+        let again = GuestIdentity::load(&state).unwrap();
+        let public = |identity: &GuestIdentity| identity.key().unwrap().public_key_raw().to_vec();
         assert_eq!(public(&first), public(&again));
         assert!(!again.is_granted());
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -240,13 +240,13 @@ mod tests {
     #[test]
     fn a_grant_survives_a_restart_and_its_file_is_for_root_alone() {
         let dir = TempDir::new();
-        let mut identity = Identity::load(dir.path()).unwrap();
+        let mut identity = GuestIdentity::load(dir.path()).unwrap();
         let chain = sign(&identity.csr().unwrap());
         identity.grant("sandbox-1", &chain, &[]).unwrap();
         let path = dir.path().join(GRANT);
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
 
-        let mut again = Identity::load(dir.path()).unwrap();
+        let mut again = GuestIdentity::load(dir.path()).unwrap();
         assert!(again.is_granted());
         assert_eq!(again.sandbox_id(), "sandbox-1");
         assert!(again.tls(&[[1; 32]], true).is_ok());
@@ -257,7 +257,7 @@ mod tests {
         // The trust of a rotation is stored, too, and suffices alone.
         assert!(again.pins.is_empty());
         again.trust(&chain[1..]).unwrap();
-        let third = Identity::load(dir.path()).unwrap();
+        let third = GuestIdentity::load(dir.path()).unwrap();
         assert_eq!(third.pins, [tls::fingerprint(&CertificateDer::from(chain[1].as_slice()))]);
         assert!(third.tls(&[], true).is_ok());
     }
@@ -265,8 +265,8 @@ mod tests {
     #[test]
     fn a_certificate_for_another_key_or_none_is_refused_and_nothing_is_kept() {
         let (dir, other) = (TempDir::new(), TempDir::new());
-        let mut identity = Identity::load(dir.path()).unwrap();
-        let theirs = Identity::load(other.path()).unwrap();
+        let mut identity = GuestIdentity::load(dir.path()).unwrap();
+        let theirs = GuestIdentity::load(other.path()).unwrap();
         let chain = sign(&theirs.csr().unwrap());
         let mut refused = |chain: &[Vec<u8>]| identity.grant("s", chain, &[]).unwrap_err().to_string();
         assert!(refused(&chain).contains("the certificate from the node cannot be used"));
@@ -278,20 +278,20 @@ mod tests {
     #[test]
     fn damaged_files_are_replaced_not_fatal() {
         let dir = TempDir::new();
-        let mut identity = Identity::load(dir.path()).unwrap();
+        let mut identity = GuestIdentity::load(dir.path()).unwrap();
         let chain = sign(&identity.csr().unwrap());
         identity.grant("s", &chain, &[]).unwrap();
         for content in ["{", "{\"version\":2}", r#"{"version":1,"sandbox_id":"s","certificates":["zz"]}"#] {
             std::fs::write(dir.path().join(GRANT), content).unwrap();
-            assert!(!Identity::load(dir.path()).unwrap().is_granted());
+            assert!(!GuestIdentity::load(dir.path()).unwrap().is_granted());
         }
         std::fs::write(dir.path().join(KEY), "junk").unwrap();
-        let other = Identity::load(dir.path()).unwrap();
-        let public = |identity: &Identity| identity.key().unwrap().public_key_raw().to_vec();
+        let other = GuestIdentity::load(dir.path()).unwrap();
+        let public = |identity: &GuestIdentity| identity.key().unwrap().public_key_raw().to_vec();
         assert_ne!(public(&other), public(&identity));
         assert_eq!(
             public(&other),
-            public(&Identity::load(dir.path()).unwrap()),
+            public(&GuestIdentity::load(dir.path()).unwrap()),
             "kept in the place of the junk"
         );
     }

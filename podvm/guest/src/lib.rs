@@ -105,7 +105,7 @@ pub mod fuzzed {
 
     /// Returns whether the bytes are a cloud's description, as the builder of the VM image writes it.
     pub fn source(bytes: &[u8]) -> bool {
-        crate::sources::Source::parse(bytes, Path::new("fuzz.json")).is_ok()
+        crate::sources::CloudSource::parse(bytes, Path::new("fuzz.json")).is_ok()
     }
 
     /// Parses the output of `depmod`, aliases, and an event of the kernel; returns the number of files to load.

@@ -25,12 +25,12 @@ use crate::agent::Agent;
 use crate::dial::{self, Dialler};
 use crate::encrypted::Encrypted;
 use crate::guest_listener::Waiter;
-use crate::identity::Identity;
+use crate::identity::GuestIdentity;
 use crate::intercept::{Intercept, Notice};
 use crate::localhost::Localhost;
 use crate::log::{self, Ring};
 use crate::power::Lease;
-use crate::status::{Stage, Status};
+use crate::status::{RunningStage, Status};
 use crate::underlay;
 
 /// Time limit of the node's answer to a claim.
@@ -113,7 +113,7 @@ impl Handler for GuestHandler {
 
 pub(crate) struct LinkSupervisor {
     pub(crate) user_data: UserData,
-    pub(crate) identity: Arc<Mutex<Identity>>,
+    pub(crate) identity: Arc<Mutex<GuestIdentity>>,
     pub(crate) encrypted: Arc<Encrypted>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
@@ -126,7 +126,7 @@ pub(crate) struct LinkSupervisor {
 #[derive(Default)]
 struct Course {
     /// Stage that ends with the first link.
-    stage: Option<Stage>,
+    stage: Option<RunningStage>,
     said: Said,
     /// Connection that may become the link.
     linked: Option<underlay::Linked>,

@@ -21,7 +21,7 @@ use tokio::time::{sleep, timeout};
 use crate::config::Settings;
 use crate::encrypted::{self, Encrypted};
 use crate::files;
-use crate::sources::{self, Source};
+use crate::sources::{self, CloudSource};
 use crate::status::Status;
 
 const FILE: &str = "network.pb";
@@ -248,10 +248,10 @@ fn make(
     previous: Option<&NetworkPlan>,
     podns: &Path,
     encrypted: &Encrypted,
-    clouds: &[Source],
+    clouds: &[CloudSource],
 ) -> Result<Made, Error> {
     peerpod_podnet::netns::create_named(podns)?;
-    let open: Vec<_> = clouds.iter().flat_map(Source::open_to_pods).map(|a| (*a, bits(*a))).collect();
+    let open: Vec<_> = clouds.iter().flat_map(CloudSource::open_to_pods).map(|a| (*a, bits(*a))).collect();
     let mut external = external::read(&plan)?;
     if let Some(external) = &mut external {
         // The egress firewall around the VM's network must not close addresses that the cloud's description opens.
@@ -285,7 +285,7 @@ fn make(
     }
     // Last: there is no pod while its network is being made.
     let allowed = external.as_ref().map(|external| external.allow.as_slice()).unwrap_or_default();
-    let closed: Vec<_> = clouds.iter().flat_map(Source::closed_to_pods).copied().collect();
+    let closed: Vec<_> = clouds.iter().flat_map(CloudSource::closed_to_pods).copied().collect();
     let closed = peerpod_podnet::metadata::closed(&closed, &[allowed, &open[..]].concat());
     let metadata_note = peerpod_podnet::metadata::close(podns, &closed)
         .err()

@@ -35,7 +35,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::log;
-use crate::status::{self, Stage, Status};
+use crate::status::{self, RunningStage, Status};
 
 mod line;
 mod names;
@@ -45,7 +45,7 @@ mod wanted;
 use line::{Line, Static};
 use names::Names;
 use silence::Silence;
-use wanted::{Wanted, addresses, bring_up, has_flag, is_permanent, local};
+use wanted::{WantedNic, addresses, bring_up, has_flag, is_permanent, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Quiet time that ends a burst of events.
@@ -88,7 +88,7 @@ struct Shared {
     names: Names,
     status: Arc<Status>,
     /// Stage that ends when the first NIC has an address.
-    stage: Mutex<Option<Stage>>,
+    stage: Mutex<Option<RunningStage>>,
     addressed: AtomicBool,
 }
 
@@ -249,7 +249,7 @@ impl Shared {
     }
 
     /// Applies settings to a NIC; returns whether that worked.
-    async fn give(&self, nic: &Nic, rank: u32, wanted: Wanted) -> bool {
+    async fn give(&self, nic: &Nic, rank: u32, wanted: WantedNic) -> bool {
         let (index, given) = (nic.index, wanted.clone());
         if let Err(error) = blocking(move |client| wanted.apply(client, index, rank)).await {
             tracing::error!(nic = nic.name, error, "uplink");
@@ -329,9 +329,9 @@ impl Shared {
             offered = matches!(state, DhcpV4State::Selecting);
             limit = match state {
                 DhcpV4State::Done(granted) => {
-                    let wanted = Wanted::of_v4(&granted);
+                    let wanted = WantedNic::of_v4(&granted);
                     let (seconds, server) = (granted.lease_time_sec, granted.srv_id);
-                    let Wanted { address, prefix, .. } = wanted;
+                    let WantedNic { address, prefix, .. } = wanted;
                     tracing::info!(nic = nic.name, %address, prefix, %server, seconds, "DHCP lease");
                     // The kernel may accept at the next renewal the settings that it refused now.
                     self.give(nic, rank, wanted).await;
@@ -366,7 +366,7 @@ impl Shared {
         loop {
             let state = client.run().await.map_err(failed)?;
             let DhcpV6State::Done(granted) = state else { continue };
-            let wanted = Wanted::of_v6(&granted);
+            let wanted = WantedNic::of_v6(&granted);
             let address = wanted.address;
             if address.is_unspecified() {
                 return Err("the server has no address for us".to_owned());

@@ -20,7 +20,7 @@ use crate::components::Components;
 use crate::config::{self, NicSetup, Settings};
 use crate::control::{self, Control, Notices};
 use crate::encrypted::Encrypted;
-use crate::identity::Identity;
+use crate::identity::GuestIdentity;
 use crate::images::Images;
 use crate::link::{GuestHandler, LinkSupervisor};
 use crate::log::Ring;
@@ -89,7 +89,7 @@ impl End {
 /// Parts of the guest that live until its end.
 #[derive(Clone)]
 struct Parts {
-    identity: Arc<Mutex<Identity>>,
+    identity: Arc<Mutex<GuestIdentity>>,
     status: Arc<Status>,
     lease: Arc<Lease>,
     agent: Arc<Agent>,
@@ -104,7 +104,7 @@ impl Parts {
         settings: &Settings,
         ring: &Ring,
         status: Arc<Status>,
-        identity: Identity,
+        identity: GuestIdentity,
     ) -> anyhow::Result<Parts> {
         let identity = Arc::new(Mutex::new(identity));
         let lease = Arc::new(Lease::load(&settings.state_dir));
@@ -134,7 +134,7 @@ impl Parts {
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     entropy::wait()?;
     power::limit_unwritten();
-    let identity = Identity::load(&settings.state_dir)?;
+    let identity = GuestIdentity::load(&settings.state_dir)?;
     let restarted = identity.is_granted();
     let status = Arc::new(Status::new(&settings.state_dir, restarted));
     if restarted {

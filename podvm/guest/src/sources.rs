@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct Source {
+pub(crate) struct CloudSource {
     version: u32,
     /// Name of the file without its extension.
     #[serde(skip)]
@@ -46,7 +46,7 @@ pub(crate) struct Source {
     when: Vec<When>,
     /// Places of user-data, in this order.
     #[serde(default)]
-    user_data: Vec<Place>,
+    user_data: Vec<UserDataPlace>,
     /// Announcements that the cloud takes the VM back, asked in this order.
     #[serde(default)]
     notice: Vec<notice::SpotNotice>,
@@ -72,7 +72,7 @@ struct When {
 /// Place of user-data: one of `file`, `disk`, `fw-cfg`, `guestinfo`, `http`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "Written")]
-pub(crate) struct Place {
+pub(crate) struct UserDataPlace {
     kind: Kind,
     base64: bool,
 }
@@ -122,10 +122,10 @@ enum Encoding {
     Base64,
 }
 
-impl TryFrom<Written> for Place {
+impl TryFrom<Written> for UserDataPlace {
     type Error = String;
 
-    fn try_from(written: Written) -> Result<Place, String> {
+    fn try_from(written: Written) -> Result<UserDataPlace, String> {
         if written.http.is_none() && (!written.headers.is_empty() || written.token.is_some()) {
             return Err("`headers` and `token` belong to `http`".to_owned());
         }
@@ -156,7 +156,7 @@ impl TryFrom<Written> for Place {
                 return Err("a source is one of `file`, `disk`, `fw-cfg`, `guestinfo`, `http`".to_owned());
             }
         };
-        Ok(Place { kind, base64: encoding == Encoding::Base64 })
+        Ok(UserDataPlace { kind, base64: encoding == Encoding::Base64 })
     }
 }
 
@@ -166,9 +166,9 @@ fn is_variable(name: &str) -> bool {
     name.starts_with("guestinfo.") && name.len() <= 128 && name.bytes().all(fits)
 }
 
-impl Source {
+impl CloudSource {
     /// Parses a description. All faults are mistakes of its author.
-    pub(crate) fn parse(text: &[u8], file: &Path) -> Result<Source, String> {
+    pub(crate) fn parse(text: &[u8], file: &Path) -> Result<CloudSource, String> {
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
@@ -180,13 +180,12 @@ impl Source {
             ))
         };
         // Parsed once if all is well: this delays the first contact with the node.
-        let mut source: Source =
-            serde_json::from_slice(text).map_err(|error| {
-                match serde_json::from_slice::<Versioned>(text) {
-                    Ok(Versioned { version }) if version != VERSION => of(version),
-                    _ => wrong(&error.to_string()),
-                }
-            })?;
+        let mut source: CloudSource = serde_json::from_slice(text).map_err(|error| {
+            match serde_json::from_slice::<Versioned>(text) {
+                Ok(Versioned { version }) if version != VERSION => of(version),
+                _ => wrong(&error.to_string()),
+            }
+        })?;
         if source.version != VERSION {
             return Err(of(source.version));
         }
@@ -216,7 +215,7 @@ impl Source {
         self.when.is_empty() || self.when.iter().any(When::holds)
     }
 
-    pub(crate) fn places(&self) -> &[Place] {
+    pub(crate) fn places(&self) -> &[UserDataPlace] {
         &self.user_data
     }
 
@@ -253,7 +252,7 @@ fn fits(wanted: &str, found: &str) -> bool {
     }
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for UserDataPlace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.kind {
             Kind::File(path) => write!(f, "{}", path.display()),
@@ -265,7 +264,7 @@ impl std::fmt::Display for Place {
     }
 }
 
-impl Place {
+impl UserDataPlace {
     /// Reads the place; `None` if nothing is there (yet). The error names the reason, without any of the content.
     pub(crate) async fn read(&self) -> Result<Option<Vec<u8>>, String> {
         let kind = self.kind.clone();
@@ -318,7 +317,7 @@ fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
 }
 
 /// Reads the descriptions in the VM image; the second value lists the unusable ones.
-pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<String>) {
+pub(crate) fn load(folder: &Path) -> (Vec<CloudSource>, Vec<String>) {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
     paths.retain(|path| path.extension().is_some_and(|end| end == "json"));
@@ -326,7 +325,7 @@ pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<String>) {
     let (mut sources, mut errors) = (Vec::new(), Vec::new());
     for path in paths.into_iter().take(MOST) {
         let read = files::read(&path, MAX_FILE).map_err(|error| format!("{}: {error}", path.display()));
-        match read.and_then(|text| Source::parse(&text.unwrap_or_default(), &path)) {
+        match read.and_then(|text| CloudSource::parse(&text.unwrap_or_default(), &path)) {
             Ok(source) => sources.push(source),
             Err(error) => errors.push(error),
         }
@@ -335,8 +334,8 @@ pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<String>) {
 }
 
 /// Returns the descriptions of the clouds that this VM runs in.
-pub(crate) fn here() -> Vec<Source> {
-    load(Path::new(FOLDER)).0.into_iter().filter(Source::is_here).collect()
+pub(crate) fn here() -> Vec<CloudSource> {
+    load(Path::new(FOLDER)).0.into_iter().filter(CloudSource::is_here).collect()
 }
 
 /// Parses an address and an optional port (default 80): the clouds' services are dialled by number.
@@ -355,8 +354,8 @@ mod tests {
         basic_toml::from_str::<serde_json::Value>(toml).unwrap().to_string().into_bytes()
     }
 
-    fn parse(toml: &str) -> Result<Source, String> {
-        Source::parse(&json(toml), Path::new("/x/cloud.json")).map_err(|error| error.to_string())
+    fn parse(toml: &str) -> Result<CloudSource, String> {
+        CloudSource::parse(&json(toml), Path::new("/x/cloud.json")).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -366,7 +365,7 @@ mod tests {
         for folder in std::fs::read_dir(providers).unwrap() {
             let file = folder.unwrap().path().join("guest.toml");
             if let Ok(text) = std::fs::read_to_string(&file) {
-                let source = Source::parse(&json(&text), &file).unwrap();
+                let source = CloudSource::parse(&json(&text), &file).unwrap();
                 assert!(!source.places().is_empty(), "{}", file.display());
                 read += 1;
             }

@@ -89,7 +89,7 @@ pub(crate) struct Status {
 }
 
 /// Stage in progress.
-pub(crate) struct Stage {
+pub(crate) struct RunningStage {
     name: &'static str,
     began: Duration,
 }
@@ -135,8 +135,8 @@ impl Status {
         };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {
-            false => Stage { name: "boot", began: zero },
-            true => Stage { name: "restart", began: own_start() },
+            false => RunningStage { name: "boot", began: zero },
+            true => RunningStage { name: "restart", began: own_start() },
         });
         let noted = files::read(&state_dir.join(PAST), MAX_PAST).ok().flatten().unwrap_or_default();
         let noted: Vec<Past> = serde_json::from_slice(&noted).unwrap_or_default();
@@ -150,12 +150,12 @@ impl Status {
     }
 
     /// Begins a stage, which becomes the stage that the guest is in.
-    pub(crate) fn begin(&self, name: &'static str) -> Stage {
+    pub(crate) fn begin(&self, name: &'static str) -> RunningStage {
         self.lock().stage = name.to_owned();
-        Stage { name, began: since_boot() }
+        RunningStage { name, began: since_boot() }
     }
 
-    pub(crate) fn done(&self, stage: Stage) {
+    pub(crate) fn done(&self, stage: RunningStage) {
         let at_us = micros(stage.began.saturating_sub(self.zero));
         let took_us = micros(since_boot().saturating_sub(stage.began));
         tracing::info!(stage = stage.name, at_us, took_us, "stage done");

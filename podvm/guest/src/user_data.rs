@@ -13,7 +13,7 @@ use std::time::Duration;
 use peerpod_link::user_data::{MAX_LEN, UserData, UserDataError};
 
 use crate::files;
-use crate::sources::{Place, Source};
+use crate::sources::{CloudSource, UserDataPlace};
 
 const POLL: Duration = Duration::from_millis(50);
 
@@ -22,7 +22,7 @@ const AGAIN: Duration = Duration::from_millis(250);
 
 /// Waits until one of the files, or a place of the detected cloud, holds usable user-data. Returns only on success: the
 /// caller's lease ends the wait otherwise. `kept` is the path of the copy.
-pub(crate) async fn wait(files: &[PathBuf], sources: &[Source], kept: &Path) -> UserData {
+pub(crate) async fn wait(files: &[PathBuf], sources: &[CloudSource], kept: &Path) -> UserData {
     if let Ok(data) = inspect(&[kept.to_owned()]) {
         return data;
     }
@@ -61,7 +61,7 @@ pub(crate) async fn wait(files: &[PathBuf], sources: &[Source], kept: &Path) -> 
 }
 
 /// Keeps a copy of user-data, and overwrites their place.
-async fn hide(place: &Place, data: &UserData, kept: &Path) {
+async fn hide(place: &UserDataPlace, data: &UserData, kept: &Path) {
     let written = files::write(kept, data.to_json().as_bytes()).map_err(|error| error.to_string());
     let hidden = match written {
         Ok(()) => place.erase().await,

@@ -5,13 +5,13 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use peerpod_podnet::underlay::network;
 
-use super::wanted::{Wanted, WantedRoute};
+use super::wanted::{WantedNic, WantedRoute};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Static {
     /// Name of the NIC; `None` means the first one.
     pub(crate) device: Option<String>,
-    pub(crate) wanted: Wanted,
+    pub(crate) wanted: WantedNic,
 }
 
 /// Network settings of the command line.
@@ -70,7 +70,7 @@ fn one(value: &str) -> Result<Option<Static>, String> {
     let prefix = |mask: &str| prefix(mask, is_v6).ok_or_else(|| format!("{mask:?} is no netmask"));
     let prefix = field(3).map_or(Ok(by_class(client_address)), prefix)?;
     let route = |gateway| WantedRoute { destination: network(client_address, 0), gateway: Some(gateway) };
-    let wanted = Wanted {
+    let wanted = WantedNic {
         address: client_address,
         prefix,
         broadcast: None,

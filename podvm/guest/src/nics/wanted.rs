@@ -33,7 +33,7 @@ pub(crate) struct WantedRoute {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Wanted {
+pub(crate) struct WantedNic {
     pub(crate) address: IpAddr,
     pub(crate) prefix: u8,
     pub(crate) broadcast: Option<Ipv4Addr>,
@@ -45,9 +45,9 @@ pub(crate) struct Wanted {
     pub(crate) search: Vec<String>,
 }
 
-impl Wanted {
+impl WantedNic {
     /// Converts a lease. Its host name is ignored: the pod's name is not up to the cloud.
-    pub(crate) fn of_v4(lease: &DhcpV4Lease) -> Wanted {
+    pub(crate) fn of_v4(lease: &DhcpV4Lease) -> WantedNic {
         let any = (IpAddr::from(Ipv4Addr::UNSPECIFIED), 0);
         let default = |gateway: &Ipv4Addr| WantedRoute { destination: any, gateway: Some((*gateway).into()) };
         let routes = lease.classless_routes.iter().flatten().take(MOST_ROUTES);
@@ -62,7 +62,7 @@ impl Wanted {
         };
         let time = lease.lease_time_sec.min(LONGEST);
         let search = lease.domain_search.clone().or(lease.domain_name.clone().map(|one| vec![one]));
-        Wanted {
+        WantedNic {
             address: lease.yiaddr.into(),
             prefix: lease.subnet_mask.to_bits().leading_ones() as u8,
             broadcast: lease.broadcast_addr,
@@ -75,9 +75,9 @@ impl Wanted {
     }
 
     /// Converts a lease. It has no routes: a router announces them.
-    pub(crate) fn of_v6(lease: &DhcpV6Lease) -> Wanted {
+    pub(crate) fn of_v6(lease: &DhcpV6Lease) -> WantedNic {
         let (valid, preferred) = (lease.valid_time_sec.min(LONGEST), lease.preferred_time_sec.min(LONGEST));
-        Wanted {
+        WantedNic {
             address: lease.address.into(),
             prefix: 128,
             broadcast: None,
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn values_of_a_lease_are_bounded() {
-        let wanted = Wanted::of_v4(&lease());
+        let wanted = WantedNic::of_v4(&lease());
         assert_eq!((wanted.prefix, wanted.mtu, wanted.dns.len()), (24, None, MOST_SERVERS));
         assert_eq!(wanted.lifetime, Some((LONGEST, LONGEST)), "an entry without a lifetime looks foreign");
         assert_eq!(wanted.routes.len(), 1);
@@ -319,7 +319,7 @@ mod tests {
         let index: u32 = ip(&netns, "-o link show c0").split(':').next().unwrap().parse().unwrap();
         bring_up(&mut client, index).unwrap();
         for own in ["10.7.0.9", "10.7.0.77"] {
-            let wanted = Wanted { address: own.parse().unwrap(), ..Wanted::of_v4(&lease()) };
+            let wanted = WantedNic { address: own.parse().unwrap(), ..WantedNic::of_v4(&lease()) };
             wanted.apply(&mut client, index, 0).unwrap();
             let addresses = ip(&netns, "-4 addr show c0");
             assert!(addresses.contains(&format!("inet {own}/24")), "{addresses}");
@@ -340,7 +340,7 @@ mod tests {
         let index: u32 = ip(&netns, "-o link show c0").split(':').next().unwrap().parse().unwrap();
         bring_up(&mut client, index).unwrap();
 
-        let mut wanted = Wanted::of_v4(&lease());
+        let mut wanted = WantedNic::of_v4(&lease());
         wanted.mtu = Some(1400);
         wanted.apply(&mut client, index, 0).unwrap();
         let addresses = ip(&netns, "addr show c0");
@@ -354,7 +354,7 @@ mod tests {
             destination: (to.parse().unwrap(), bits),
             gateway: gateway.map(|gateway| gateway.parse().unwrap()),
         };
-        let cloud = Wanted {
+        let cloud = WantedNic {
             address: "10.8.0.9".parse().unwrap(),
             prefix: 32,
             routes: vec![

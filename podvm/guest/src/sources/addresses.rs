@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::{Source, guestinfo, is_variable};
+use super::{CloudSource, guestinfo, is_variable};
 use crate::dial;
 
 /// Pause between two looks at the addresses, until one is reported and afterwards.
@@ -29,8 +29,8 @@ impl Addresses {
 
 /// Reports the addresses by which the VM reaches its node, now and after each change. Ends at once where no cloud of the
 /// VM wants them.
-pub(crate) async fn report(sources: Vec<Source>, nodes: Vec<SocketAddr>) {
-    let Some(variables) = sources.iter().find_map(Source::addresses) else { return };
+pub(crate) async fn report(sources: Vec<CloudSource>, nodes: Vec<SocketAddr>) {
+    let Some(variables) = sources.iter().find_map(CloudSource::addresses) else { return };
     let (mut reported, mut said) = ([None, None], String::new());
     loop {
         let found = found(&nodes);

@@ -154,12 +154,12 @@ impl Get {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct HttpAnswer {
     status: u16,
     body: Vec<u8>,
 }
 
-impl Answer {
+impl HttpAnswer {
     fn body(self) -> Result<Vec<u8>, String> {
         match self.status {
             200..300 => Ok(self.body),
@@ -173,7 +173,7 @@ impl Answer {
 }
 
 /// Returns the answer, once it is complete. `ended`: no more bytes will come.
-pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
+pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<HttpAnswer>, String> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut head = httparse::Response::new(&mut headers);
     let begin = match head.parse(got) {
@@ -203,7 +203,7 @@ pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
     };
     match body {
         Some(body) if body.len() > LIMIT as usize => Err(TOO_LARGE.to_owned()),
-        body => Ok(body.map(|body| Answer { status, body })),
+        body => Ok(body.map(|body| HttpAnswer { status, body })),
     }
 }
 

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::{sleep, timeout};
 
-use super::{PATIENCE, Source, http};
+use super::{CloudSource, PATIENCE, http};
 use crate::status::Status;
 
 /// Pause between two questions. The clouds announce the end 30 seconds before.
@@ -127,7 +127,7 @@ async fn ask(notices: &[SpotNotice]) -> Result<Option<SystemTime>, String> {
 }
 
 /// Waits for the cloud's notice, and reports it to the node. Ends at once in a cloud that has none.
-pub(crate) async fn watch(sources: Vec<Source>, status: Arc<Status>) {
+pub(crate) async fn watch(sources: Vec<CloudSource>, status: Arc<Status>) {
     let here = sources.into_iter().filter(|source| !source.notice.is_empty() && source.is_here());
     let notices: Vec<SpotNotice> = here.flat_map(|source| source.notice).collect();
     if !notices.is_empty() {

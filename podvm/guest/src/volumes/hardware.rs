@@ -25,7 +25,7 @@ mod ioctls {
     /// `struct nvme_passthru_cmd` of linux/nvme_ioctl.h.
     #[repr(C)]
     #[derive(Default)]
-    pub(super) struct Command {
+    pub(super) struct NvmeCommand {
         pub(super) opcode: u8,
         pub(super) flags: u8,
         pub(super) reserved: u16,
@@ -45,7 +45,7 @@ mod ioctls {
         nvme_admin,
         b'N',
         0x41,
-        Command
+        NvmeCommand
     );
 }
 
@@ -104,13 +104,13 @@ pub(super) fn google_nvme_name(identify: &[u8]) -> Option<String> {
 pub(super) fn identify_namespace(node: &Path, nsid: u32) -> io::Result<Vec<u8>> {
     let device = File::open(node)?;
     let mut answer = vec![0_u8; IDENTIFY];
-    let mut command = ioctls::Command {
+    let mut command = ioctls::NvmeCommand {
         opcode: OPCODE,
         nsid,
         address: answer.as_mut_ptr() as u64,
         length: IDENTIFY as u32,
         timeout_ms: PATIENCE,
-        ..ioctls::Command::default()
+        ..ioctls::NvmeCommand::default()
     };
     // SAFETY: the descriptor is open; the kernel writes at most `length` bytes at `address`, which is the buffer of this
     // length, and both live until the call returns.
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_command_has_the_size_of_the_kernels() {
-        assert_eq!(size_of::<ioctls::Command>(), 72);
+        assert_eq!(size_of::<ioctls::NvmeCommand>(), 72);
     }
 
     #[test]
