@@ -13,7 +13,7 @@ use crate::cause::{Cause, Error, disk};
 use crate::process::say;
 use crate::progress::Progress;
 use crate::registry::{self, Image, Layer, Process, Registry};
-use crate::store::{Record, Store, chain};
+use crate::store::{ImageRecord, ImageStore, chain};
 use crate::stream::{Counted, open};
 use crate::{Event, Job, Outcome, mount, unpack};
 
@@ -28,7 +28,7 @@ const BUNDLES: &str = "/run/kata-containers";
 pub(crate) async fn pull(job: &Job) -> Result<Outcome, Error> {
     let reference = registry::parse(&job.image)?;
     job.bundle.as_deref().map_or(Ok(()), check_bundle)?;
-    let store = Store::open(&job.store)?;
+    let store = ImageStore::open(&job.store)?;
     std::env::set_current_dir(store.path()).map_err(disk("entering", store.path()))?;
     store.sweep(|| fs::read_to_string("/proc/self/mountinfo"));
     let name = reference.whole();
@@ -51,7 +51,7 @@ pub(crate) async fn pull(job: &Job) -> Result<Outcome, Error> {
     Ok(outcome)
 }
 
-fn known(record: Record) -> (Record, Outcome) {
+fn known(record: ImageRecord) -> (ImageRecord, Outcome) {
     let outcome =
         Outcome { manifest_digest: record.digest.clone(), layers: record.layers.len(), ..Outcome::default() };
     (record, outcome)
@@ -61,8 +61,8 @@ fn known(record: Record) -> (Record, Outcome) {
 async fn fresh(
     job: &Job,
     reference: &oci_client::Reference,
-    store: &Store,
-) -> Result<(Record, Outcome), Error> {
+    store: &ImageStore,
+) -> Result<(ImageRecord, Outcome), Error> {
     let began = Instant::now();
     let (registry, image) = retried(async || Registry::find(job, reference).await).await?;
     let name = reference.whole();
@@ -95,7 +95,12 @@ async fn retried<T>(attempt: impl AsyncFn() -> Result<T, Error>) -> Result<T, Er
 }
 
 /// Fetches and unpacks the missing layers; returns their number, and their bytes.
-async fn layers(job: &Job, registry: &Registry, image: &Image, store: &Store) -> Result<(usize, u64), Error> {
+async fn layers(
+    job: &Job,
+    registry: &Registry,
+    image: &Image,
+    store: &ImageStore,
+) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
     store.remove_remains(&ids);
     // The maker of a layer holds its lock from the first byte on, so that concurrent pulls fetch shared layers once.
@@ -174,7 +179,7 @@ type Unpacked = Result<Vec<String>, Error>;
 
 /// Thread that unpacks, with mounts of its own.
 struct Unpacker {
-    store: Store,
+    store: ImageStore,
     ids: Vec<String>,
     bytes: Cell<u64>,
     entries: u64,
@@ -183,7 +188,7 @@ struct Unpacker {
 impl Unpacker {
     fn start(
         job: &Job,
-        store: Store,
+        store: ImageStore,
         ids: Vec<String>,
     ) -> Result<(mpsc::Sender<Work>, oneshot::Receiver<Unpacked>), Error> {
         let (sender, work) = mpsc::channel(1);
@@ -278,7 +283,7 @@ fn check_bundle(bundle: &Path) -> Result<(), Error> {
 }
 
 /// Mounts the container's root: all layers, and a writable one. Removes the mounts of an earlier attempt.
-fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Error> {
+fn mount_bundle(store: &ImageStore, record: &ImageRecord, bundle: &Path) -> Result<(), Error> {
     let rootfs = bundle.join("rootfs");
     fs::create_dir_all(&rootfs).map_err(disk("making", &rootfs))?;
     mount::unmount_all(&rootfs).map_err(disk("unmounting", &rootfs))?;
@@ -292,7 +297,7 @@ fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Err
 }
 
 /// Gives the root folder the owner and mode of the uppermost layer.
-fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
+fn like_top(store: &ImageStore, record: &ImageRecord, upper: &Path) -> Result<(), Error> {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
     let Some(top) = record.layers.last() else { return Ok(()) };
     let like = || -> io::Result<()> {

@@ -27,7 +27,7 @@ const ID: usize = 16;
 
 /// Meaning of an image's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct ImageRecord {
     version: u32,
     pub(crate) reference: String,
     pub(crate) digest: String,
@@ -37,17 +37,17 @@ pub(crate) struct Record {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Store(PathBuf);
+pub(crate) struct ImageStore(PathBuf);
 
-impl Store {
+impl ImageStore {
     /// Opens the store; makes missing directories.
-    pub(crate) fn open(path: &Path) -> Result<Store, Error> {
+    pub(crate) fn open(path: &Path) -> Result<ImageStore, Error> {
         for folder in ["l", "t", "i", "c", "k"] {
             let path = path.join(folder);
             let made = DirBuilder::new().recursive(true).mode(0o700).create(&path);
             made.map_err(disk("making", &path))?;
         }
-        Ok(Store(path.to_owned()))
+        Ok(ImageStore(path.to_owned()))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -141,7 +141,7 @@ impl Store {
     }
 
     pub(crate) fn remember(&self, reference: &str, image: &Image) -> Result<(), Error> {
-        let record = Record {
+        let record = ImageRecord {
             version: VERSION,
             reference: reference.to_owned(),
             digest: image.digest.clone(),
@@ -161,11 +161,11 @@ impl Store {
     }
 
     /// Returns the last meaning of the name, if all of its layers are still here.
-    pub(crate) fn recall(&self, reference: &str) -> Option<Record> {
+    pub(crate) fn recall(&self, reference: &str) -> Option<ImageRecord> {
         let path = self.record(reference);
         let small = fs::metadata(&path).is_ok_and(|found| found.len() <= MAX_RECORD);
         let text = small.then(|| fs::read(&path).ok()).flatten()?;
-        let record: Record = serde_json::from_slice(&text).ok()?;
+        let record: ImageRecord = serde_json::from_slice(&text).ok()?;
         let good = record.version == VERSION
             && record.reference == reference
             && !record.layers.is_empty()
@@ -240,7 +240,7 @@ mod tests {
     #[test]
     fn a_container_that_is_being_mounted_is_not_swept() {
         let folder = std::env::temp_dir().join(format!("pp-store-{}", std::process::id()));
-        let store = Store::open(&folder).unwrap();
+        let store = ImageStore::open(&folder).unwrap();
         let (upper, lock) = store.container(Path::new("/run/kata-containers/a/rootfs")).unwrap();
         fs::write(upper.join("fs/written"), "").unwrap();
         let unmounted = || Ok(String::new());
@@ -265,7 +265,7 @@ mod tests {
     #[test]
     fn containers_are_made_while_other_processes_sweep() {
         let folder = std::env::temp_dir().join(format!("pp-store-race-{}", std::process::id()));
-        let store = Store::open(&folder).unwrap();
+        let store = ImageStore::open(&folder).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| (0..5000).for_each(|_| store.sweep(|| Ok(String::new()))));

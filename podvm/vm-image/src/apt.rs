@@ -1,7 +1,7 @@
 //! Fetches Debian packages with apt's own tools. Lists, cache and sources are in a folder of the build, so no root is
 //! needed and the machine's package state is neither read nor changed.
 //!
-//! apt verifies each package against the archive's signature. [`Store`] then verifies it against the lock and
+//! apt verifies each package against the archive's signature. [`PackageCache`] then verifies it against the lock and
 //! keeps it under its digest.
 
 use std::fs::{self, File};
@@ -24,7 +24,7 @@ const OWN_SOURCES: [&str; 2] = ["/etc/apt/sources.list", "/etc/apt/sources.list.
 pub(crate) type Archive = Option<(String, String)>;
 
 /// Package cache, and the archive that fills it.
-pub(crate) struct Store {
+pub(crate) struct PackageCache {
     folder: PathBuf,
     pub(crate) arch: Arch,
     archive: Archive,
@@ -33,14 +33,14 @@ pub(crate) struct Store {
     _lock: File,
 }
 
-impl Store {
+impl PackageCache {
     /// Opens the cache folder, and waits until no other process holds its lock.
     pub(crate) fn open(
         folder: &Path,
         arch: Arch,
         archive: Archive,
         snapshots: Option<String>,
-    ) -> anyhow::Result<Store> {
+    ) -> anyhow::Result<PackageCache> {
         let what = || format!("make the cache folder {}", folder.display());
         for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
             fs::create_dir_all(folder.join(sub)).with_context(what)?;
@@ -48,7 +48,7 @@ impl Store {
         let folder = folder.canonicalize()?;
         let lock = File::create(folder.join("lock")).with_context(what)?;
         lock.lock().with_context(what)?;
-        Ok(Store { folder, arch, archive, snapshots, _lock: lock })
+        Ok(PackageCache { folder, arch, archive, snapshots, _lock: lock })
     }
 
     /// Returns the files of all packages of a lock, in its order; fetches those that are not in the cache.

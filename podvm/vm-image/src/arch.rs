@@ -12,7 +12,7 @@ pub(crate) enum Arch {
 }
 
 /// Words and numbers of an architecture.
-pub(crate) struct Facts {
+pub(crate) struct ArchFacts {
     /// Name of Rust, Linux and `image.json`.
     pub(crate) name: &'static str,
     /// Name of Debian and of Kata's releases.
@@ -29,9 +29,9 @@ pub(crate) struct Facts {
 impl Arch {
     pub(crate) const ALL: [Arch; 2] = [Arch::X86_64, Arch::Aarch64];
 
-    pub(crate) fn facts(self) -> &'static Facts {
+    pub(crate) fn facts(self) -> &'static ArchFacts {
         match self {
-            Arch::X86_64 => &Facts {
+            Arch::X86_64 => &ArchFacts {
                 name: "x86_64",
                 debian: "amd64",
                 uefi: "x64",
@@ -39,7 +39,7 @@ impl Arch {
                 root: "4f68bce3-e8cd-4db1-96e7-fbcaf984b709",
                 verity: "2c7357ed-ebd2-46d9-aec1-23d437ec2bf5",
             },
-            Arch::Aarch64 => &Facts {
+            Arch::Aarch64 => &ArchFacts {
                 name: "aarch64",
                 debian: "arm64",
                 uefi: "aa64",

@@ -31,7 +31,7 @@ const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loop
 
 /// Programs and folders that the user supplies.
 #[derive(Debug, Clone, clap::Args)]
-pub(crate) struct Parts {
+pub(crate) struct SuppliedParts {
     /// peerpod-guest, a static build
     #[arg(long, value_name = "PATH", default_value_os_t = beside("peerpod-guest"))]
     guest: PathBuf,
@@ -66,7 +66,7 @@ pub(crate) fn beside(name: &str) -> PathBuf {
     path.filter(|path| path.exists()).unwrap_or_else(|| name.into())
 }
 
-impl Parts {
+impl SuppliedParts {
     /// Takes agent and pause bundle out of the Kata release of `--kata`, into a folder in `work`.
     pub(crate) fn find_kata(&mut self, arch: Arch, cache: &Path, work: &Path) -> anyhow::Result<()> {
         let Some(source) = &self.kata else { return Ok(()) };

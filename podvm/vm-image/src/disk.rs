@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 
-use crate::content::{self, Parts};
+use crate::content::{self, SuppliedParts};
 use crate::inputs::Inputs;
 use crate::lock::words;
 use crate::memory::GuestMemory;
@@ -44,7 +44,12 @@ pub(crate) struct Options {
     formats: Vec<formats::Format>,
 }
 
-pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Path) -> anyhow::Result<()> {
+pub(crate) fn build(
+    inputs: &Inputs,
+    parts: &SuppliedParts,
+    options: &Options,
+    out: &Path,
+) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
     let mut report = Report::new("disk", &release, inputs);
     let work = inputs.work("disk")?;
@@ -82,7 +87,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
 
 fn root(
     inputs: &Inputs,
-    parts: &Parts,
+    parts: &SuppliedParts,
     options: &Options,
     release: &str,
     report: &mut Report,

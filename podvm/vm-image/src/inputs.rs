@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::apt::Store;
+use crate::apt::PackageCache;
 use crate::arch::Arch;
 use crate::deb;
 use crate::lock::Lock;
@@ -21,7 +21,7 @@ pub(crate) struct Inputs {
 
 impl Inputs {
     /// Fetches the packages that are not in the cache and reads all of them.
-    pub(crate) fn read(store: &Store, lock: Lock, work: &Path) -> anyhow::Result<Inputs> {
+    pub(crate) fn read(store: &PackageCache, lock: Lock, work: &Path) -> anyhow::Result<Inputs> {
         let mut packages = Tree::merged();
         for package in store.packages(&lock)? {
             deb::add(&mut packages, &package)?;

@@ -32,9 +32,9 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
-use crate::apt::Store;
+use crate::apt::PackageCache;
 use crate::arch::Arch;
-use crate::content::Parts;
+use crate::content::SuppliedParts;
 use crate::inputs::Inputs;
 use crate::lock::Lock;
 
@@ -55,7 +55,7 @@ enum Command {
         #[command(flatten)]
         source: Source,
         #[command(flatten)]
-        parts: Parts,
+        parts: SuppliedParts,
         /// Folder for vmlinuz, initrd.img and image.json
         #[arg(long, value_name = "DIR", default_value = "target/image/minimal")]
         out: PathBuf,
@@ -65,7 +65,7 @@ enum Command {
         #[command(flatten)]
         source: Source,
         #[command(flatten)]
-        parts: Parts,
+        parts: SuppliedParts,
         #[command(flatten)]
         options: disk::Options,
         /// Folder for the disk and image.json
@@ -106,9 +106,9 @@ struct Source {
 }
 
 impl Source {
-    fn store(&self) -> anyhow::Result<Store> {
+    fn store(&self) -> anyhow::Result<PackageCache> {
         let archive = self.mirror.clone().zip(self.security_mirror.clone());
-        Store::open(&self.cache, self.arch, archive, self.snapshots.clone())
+        PackageCache::open(&self.cache, self.arch, archive, self.snapshots.clone())
     }
 
     fn lock(&self) -> PathBuf {

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use crate::content::{self, Parts};
+use crate::content::{self, SuppliedParts};
 use crate::inputs::Inputs;
 use crate::lock::words;
 use crate::memory::GuestMemory;
@@ -31,7 +31,7 @@ const MOUNT_MODULES: [&str; 2] = ["loop", "squashfs"];
 /// Mount points and writable folders.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
-pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Result<()> {
+pub(crate) fn build(inputs: &Inputs, parts: &SuppliedParts, out: &Path) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
     let mut report = Report::new("minimal", &release, inputs);
     let mut tree = Tree::merged();

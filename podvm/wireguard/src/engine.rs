@@ -15,7 +15,7 @@ use parking_lot::RwLock;
 
 use crate::key::{PrivateKey, PublicKey};
 use crate::lane;
-use crate::peer::{Peer, PeerConfig, State};
+use crate::peer::{Peer, PeerConfig, PeerState};
 use crate::stats::{Reason, Stats, add};
 
 /// Most peers of one engine; a node has a few hundred.
@@ -357,7 +357,7 @@ impl Engine {
         }
     }
 
-    fn proved(&self, peer: &Peer, state: &mut State, path: &Path) {
+    fn proved(&self, peer: &Peer, state: &mut PeerState, path: &Path) {
         if state.proved(path) {
             add(&self.stats.roams, 1);
             // Debug level only, beside the counter: a hostile guest can cause this with every packet.
@@ -365,7 +365,7 @@ impl Engine {
         }
     }
 
-    fn send_queued(&self, state: &mut State, path: &Path, scratch: &mut [u8], sink: &mut impl Sink) {
+    fn send_queued(&self, state: &mut PeerState, path: &Path, scratch: &mut [u8], sink: &mut impl Sink) {
         while let TunnResult::WriteToNetwork(datagram) = state.tunn.decapsulate(None, &[], scratch) {
             let sealed = datagram.first() == Some(&DATA);
             if sealed {

@@ -39,10 +39,10 @@ pub(crate) struct Peer {
     /// 24 bits; the indexes of sessions begin with it.
     pub(crate) index: u32,
     pub(crate) inner: std::net::Ipv4Addr,
-    state: Mutex<State>,
+    state: Mutex<PeerState>,
 }
 
-pub(crate) struct State {
+pub(crate) struct PeerState {
     pub(crate) tunn: Tunn,
     pub(crate) path: Option<Path>,
     pub(crate) lane: Lane,
@@ -68,7 +68,7 @@ impl Peer {
             config.keepalive.map(|every| u16::try_from(every.as_secs()).unwrap_or(u16::MAX).max(1));
         let tunn =
             Tunn::new(ours.secret().clone(), config.key.to_x25519(), None, keepalive, index, Some(limiter));
-        let state = State {
+        let state = PeerState {
             tunn,
             path: config.endpoints.first().map(at),
             lane: config.lane.clone(),
@@ -88,7 +88,7 @@ impl Peer {
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, PeerState> {
         self.state.lock()
     }
 }
@@ -97,7 +97,7 @@ fn at(peer: &SocketAddr) -> Path {
     Path { peer: *peer, local: None }
 }
 
-impl State {
+impl PeerState {
     /// Changes the settings that may change during a session.
     pub(crate) fn update(&mut self, config: &PeerConfig) {
         self.lane = config.lane.clone();
