@@ -58,10 +58,10 @@ pub(crate) fn build(
     let erofs = erofs(inputs, &root, &work)?;
     let verity = if options.no_verity { None } else { Some(verity::hashes(&erofs, &work)?) };
 
-    report.cmdline = cmdline::line(inputs.arch, &["disk"]);
-    report.cmdline_emulated = cmdline::line(inputs.arch, &["disk", "emulated"]);
+    report.boot.cmdline = cmdline::line(inputs.arch, &["disk"]);
+    report.boot.cmdline_emulated = cmdline::line(inputs.arch, &["disk", "emulated"]);
     if let Some(verity) = &verity {
-        for line in [&mut report.cmdline, &mut report.cmdline_emulated] {
+        for line in [&mut report.boot.cmdline, &mut report.boot.cmdline_emulated] {
             *line = format!("{line} roothash={}", verity.root_hash);
         }
         report.root_hash = Some(verity.root_hash.clone());
@@ -69,7 +69,7 @@ pub(crate) fn build(
     let initramfs = initramfs(inputs, options, &release)?;
     audit::check(&initramfs, inputs.arch)?;
     let initramfs = compress(&cpio::archive(&initramfs, inputs.lock.epoch))?;
-    let program = uki::build(inputs, &release, &initramfs, &report.cmdline, &work)?;
+    let program = uki::build(inputs, &release, &initramfs, &report.boot.cmdline, &work)?;
 
     let identity = verity.as_ref().map_or_else(|| sha256(&erofs), |verity| verity.root_hash.clone());
     ensure!(identity.len() == IDENTITY_LEN, "the root hash {identity} is no SHA-256 hash");

@@ -59,10 +59,10 @@ pub(crate) fn build(inputs: &Inputs, parts: &SuppliedParts, out: &Path) -> anyho
     report.write(out, INITRD, &initramfs)?;
     // The archive is not compressed: its unpacked content stays in memory and is as large.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
-    report.kernel = Some(KERNEL.to_owned());
-    report.initrd = Some(INITRD.to_owned());
-    report.cmdline = cmdline::line(inputs.arch, &["minimal"]);
-    report.cmdline_emulated = cmdline::line(inputs.arch, &["minimal", "emulated"]);
+    report.boot.kernel = Some(KERNEL.to_owned());
+    report.boot.initrd = Some(INITRD.to_owned());
+    report.boot.cmdline = cmdline::line(inputs.arch, &["minimal"]);
+    report.boot.cmdline_emulated = cmdline::line(inputs.arch, &["minimal", "emulated"]);
     report.contents(&tree);
     report.finish(out)
 }

@@ -25,16 +25,8 @@ pub(crate) struct Report {
     /// `minimal` or `disk`.
     kind: &'static str,
     arch: &'static str,
-    kernel_release: String,
-    /// Names of files beside this one, for a boot without a disk's boot loader.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) kernel: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) initrd: Option<String>,
-    /// Kernel command line; a disk already contains it.
-    pub(crate) cmdline: String,
-    /// The same for a machine with an emulated processor.
-    pub(crate) cmdline_emulated: String,
+    #[serde(flatten)]
+    pub(crate) boot: BootParameters,
     /// The root's dm-verity hash, for comparison with a measured boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) root_hash: Option<String>,
@@ -53,13 +45,28 @@ pub(crate) struct Report {
     contents: BTreeMap<String, Value>,
 }
 
+/// Kernel of the image, and parameters of its boot.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct BootParameters {
+    kernel_release: String,
+    /// Names of files beside `image.json`, for a boot without a disk's boot loader.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) initrd: Option<String>,
+    /// Kernel command line; a disk already contains it.
+    pub(crate) cmdline: String,
+    /// The same for a machine with an emulated processor.
+    pub(crate) cmdline_emulated: String,
+}
+
 impl Report {
     pub(crate) fn new(kind: &'static str, kernel_release: &str, inputs: &Inputs) -> Report {
         Report {
             version: VERSION,
             kind,
             arch: inputs.arch.name(),
-            kernel_release: kernel_release.to_owned(),
+            boot: BootParameters { kernel_release: kernel_release.to_owned(), ..BootParameters::default() },
             packages: inputs.lock.packages.clone(),
             ..Report::default()
         }
@@ -108,7 +115,7 @@ impl Report {
             writeln!(out, "  {name:<16} {mib:>8.1} MiB  sha256 {}", self.sha256[name])?;
         }
         let (packages, files) = (self.packages.len(), self.contents.len());
-        writeln!(out, "  kernel {}, {packages} packages, {files} files", self.kernel_release)?;
+        writeln!(out, "  kernel {}, {packages} packages, {files} files", self.boot.kernel_release)?;
         let mut folders: BTreeMap<&str, u64> = BTreeMap::new();
         for (path, size) in self.contents.iter().filter_map(|(path, content)| Some((path, content.as_u64()?)))
         {
