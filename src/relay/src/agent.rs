@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::sandboxes::Attached;
 use crate::socket::{self, Bound};
-use crate::store::Record;
+use crate::store::SandboxRecord;
 
 /// Time for which the socket of a removed sandbox closes connections. A late shim was seen to dial within 1.2 s.
 const LINGER: Duration = Duration::from_secs(3);
@@ -105,7 +105,7 @@ impl Drop for AgentSocket {
 
 /// Removes the sockets of sandboxes without a record: a relay was killed within [`LINGER`] after their removal. No other
 /// process may serve `run_dir` meanwhile. A socket that cannot be removed costs a late shim some time, and nothing else.
-pub(crate) fn sweep(run_dir: &Path, records: &[Record]) {
+pub(crate) fn sweep(run_dir: &Path, records: &[SandboxRecord]) {
     let kept: HashSet<&Path> = records.iter().map(|record| record.agent_socket.as_path()).collect();
     let folders = match std::fs::read_dir(run_dir.join("pods")) {
         Ok(folders) => folders,

@@ -33,7 +33,7 @@ use crate::config::RelayConfig;
 use crate::control::Control;
 use crate::handover::new::{self, Taken};
 use crate::handover::{self, Pause, old};
-use crate::harden::Files;
+use crate::harden::PermittedFolders;
 use crate::hypervisor::{self, HypervisorHandle};
 use crate::id::SandboxId;
 use crate::inbox::Inbox;
@@ -42,7 +42,7 @@ use crate::metrics::Metrics;
 use crate::sandboxes::states::States;
 use crate::sandboxes::{Prepared, Sandboxes};
 use crate::socket::Bound as Socket;
-use crate::store::{Identity, Record, Store};
+use crate::store::{RelayStore, SandboxRecord, ServerIdentity};
 use crate::wireguard::{self, WireGuard};
 use crate::{agent, fd_handoff, guest_dialer, guests};
 
@@ -70,8 +70,8 @@ pub struct BoundRelay {
 }
 
 /// Makes the folders that the relay needs, and returns the files that it opens from then on.
-pub fn files(config: &RelayConfig) -> anyhow::Result<Files> {
-    Ok(Files::new(make_folders(config)?, &config.bundles))
+pub fn files(config: &RelayConfig) -> anyhow::Result<PermittedFolders> {
+    Ok(PermittedFolders::new(make_folders(config)?, &config.bundles))
 }
 
 /// Makes the relay's own folders and returns them: no other is written.
@@ -92,7 +92,7 @@ fn make_folders(config: &RelayConfig) -> anyhow::Result<Vec<PathBuf>> {
 pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
     make_folders(&config)?;
     let run_dir = &config.run_dir;
-    let store = Store::open(&config.state_dir)?;
+    let store = RelayStore::open(&config.state_dir)?;
     let inbox = Inbox::open(&config.state_dir, run_dir)
         .map_err(path_error("open the inbox in", &config.state_dir))?;
     match lock(run_dir)? {
@@ -140,7 +140,7 @@ fn not_taken_over(run_dir: &Path, why: &str) -> anyhow::Error {
 }
 
 /// Takes over from the process that serves this run-dir. If this fails, that process continues.
-async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> anyhow::Result<BoundRelay> {
+async fn take_over(config: RelayConfig, store: RelayStore, inbox: Inbox) -> anyhow::Result<BoundRelay> {
     let run_dir = &config.run_dir;
     // Two relays that serve one run-dir would take each other's connections.
     let running = |why: String| not_taken_over(run_dir, &why);
@@ -181,7 +181,7 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> anyhow::R
     core.serve(&config, sockets, named, taken.hypervisor).await
 }
 
-type Ours = (Sockets, handover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
+type Ours = (Sockets, handover::Named, Option<ServerIdentity>, Vec<SandboxRecord>, Vec<Prepared>);
 
 /// Performs every step that can fail, before anything is changed.
 async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> anyhow::Result<Ours> {
@@ -208,16 +208,16 @@ struct Core {
     states: Arc<States>,
     sandboxes: Arc<Sandboxes>,
     trust: Arc<guests::Trust>,
-    store: Store,
+    store: RelayStore,
     inbox: Inbox,
 }
 
 impl Core {
-    fn new(states: States, store: Store, inbox: Inbox) -> Core {
+    fn new(states: States, store: RelayStore, inbox: Inbox) -> Core {
         let mut registry = program("peerpod-relay", env!("CARGO_PKG_VERSION"));
         let metrics = Arc::new(Metrics::new(&mut registry));
         let wireguard = Arc::new(WireGuard::default());
-        let shown = Box::new(wireguard::Shown(wireguard.clone()));
+        let shown = Box::new(wireguard::WireGuardCollector(wireguard.clone()));
         registry.sub_registry_with_prefix("peerpod_relay").register_collector(shown);
         let states = Arc::new(states);
         let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
@@ -226,12 +226,12 @@ impl Core {
     }
 
     /// Reads the TLS identity and the sandbox records from disk.
-    async fn read(&self) -> anyhow::Result<(Option<Identity>, Vec<Record>)> {
+    async fn read(&self) -> anyhow::Result<(Option<ServerIdentity>, Vec<SandboxRecord>)> {
         let store = self.store.clone();
         blocking(move || Ok((store.identity(), store.records()?))).await
     }
 
-    fn know(&self, identity: Option<Identity>, records: &[Record]) {
+    fn know(&self, identity: Option<ServerIdentity>, records: &[SandboxRecord]) {
         if let Some(identity) = identity {
             match identity.server_config() {
                 Ok(config) => *self.trust.write() = Some(config),
@@ -260,7 +260,7 @@ impl Core {
         admin::serve_on(admin, Arc::new(std::mem::take(&mut self.registry)), Ready::default());
 
         let mut tasks = JoinSet::new();
-        let parts = hypervisor::Parts {
+        let parts = hypervisor::HypervisorParts {
             listener: hypervisor,
             restored,
             node_socket: run_dir.join("node.sock"),
@@ -313,7 +313,7 @@ impl Core {
         if let Some(echo) = probes {
             tasks.spawn(echo.run());
         }
-        let parts = guests::Parts {
+        let parts = guests::GuestParts {
             trust: self.trust.clone(),
             sandboxes: self.sandboxes.clone(),
             hypervisor,

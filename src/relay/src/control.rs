@@ -24,7 +24,7 @@ use crate::metrics::Metrics;
 use crate::sandboxes::guest::Gone;
 use crate::sandboxes::states::States;
 use crate::sandboxes::{SandboxError, Sandboxes};
-use crate::store::{Identity, Record, Store, TunnelPeer};
+use crate::store::{RelayStore, SandboxRecord, ServerIdentity, TunnelPeer};
 use crate::volumes::{self, Volume};
 use crate::wireguard::WireGuard;
 
@@ -42,7 +42,7 @@ const CERTIFICATES: usize = 16;
 pub(crate) struct Control {
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
-    pub(crate) store: Store,
+    pub(crate) store: RelayStore,
     pub(crate) trust: Arc<Trust>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) wireguard: Arc<WireGuard>,
@@ -97,7 +97,7 @@ fn id_of(text: &str) -> ttrpc::Result<SandboxId> {
     SandboxId::new(text).map_err(invalid)
 }
 
-fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
+fn record_of(request: PutSandboxRequest) -> ttrpc::Result<SandboxRecord> {
     let id = id_of(&request.id)?;
     let (certificates, addresses) = (request.guest_certificates.len(), request.dial.len());
     if certificates > CERTIFICATES {
@@ -121,7 +121,7 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .map_err(|_| invalid("an address of the VM is not an IP address"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
     let volumes = volumes_of(&id, request.volumes)?;
-    Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes, addresses })
+    Ok(SandboxRecord { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes, addresses })
 }
 
 fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Volume>> {
@@ -156,7 +156,7 @@ fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
 impl Relay for Control {
     async fn configure(&self, _: &Context, request: ConfigureRequest) -> ttrpc::Result<ConfigureResponse> {
         let _open = self.pause.clone().read_owned().await;
-        let identity = Identity {
+        let identity = ServerIdentity {
             certificates: request.certificates,
             private_key: request.private_key,
             trusted_cas: request.trusted_cas,

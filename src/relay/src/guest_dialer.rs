@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::guests::{self, Met, Parts};
+use crate::guests::{self, GuestParts, Met};
 use crate::id::SandboxId;
 use crate::sandboxes::guest::Link;
 
@@ -42,7 +42,7 @@ pub(crate) enum Order {
 }
 
 /// Executes orders until their channel closes.
-pub(crate) async fn run(mut orders: mpsc::UnboundedReceiver<Order>, parts: Parts) {
+pub(crate) async fn run(mut orders: mpsc::UnboundedReceiver<Order>, parts: GuestParts) {
     let turns = Arc::new(Semaphore::new(OF_ALL));
     // Dropping a set ends its tasks.
     let mut dialling: HashMap<SandboxId, JoinSet<()>> = HashMap::new();
@@ -65,7 +65,7 @@ pub(crate) async fn run(mut orders: mpsc::UnboundedReceiver<Order>, parts: Parts
 struct Dial {
     id: SandboxId,
     address: SocketAddr,
-    parts: Parts,
+    parts: GuestParts,
     turns: Arc<Semaphore>,
 }
 

@@ -48,7 +48,7 @@ const CLAIM_VERSION: u32 = 1;
 pub(crate) type Trust = RwLock<Option<Arc<rustls::ServerConfig>>>;
 
 #[derive(Clone)]
-pub(crate) struct Parts {
+pub(crate) struct GuestParts {
     pub(crate) trust: Arc<Trust>,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) hypervisor: HypervisorHandle,
@@ -58,7 +58,7 @@ pub(crate) struct Parts {
     pub(crate) lines: CallerLimits<(IpAddr, &'static str, String)>,
 }
 
-impl Parts {
+impl GuestParts {
     /// Whether another line of this kind may be logged. The metrics count what the log leaves out.
     fn may_log(&self, peer: SocketAddr, kind: &'static str, sandbox: &str) -> bool {
         self.lines.may_log(&(crowd::network(peer.ip()), kind, sandbox.to_owned()))
@@ -129,7 +129,7 @@ impl Refused {
 
 /// Accepts guests until the future is dropped. `most` and `most_of_one` limit the connections that have no sandbox yet,
 /// in total and from one network.
-pub(crate) async fn accept(listener: TcpListener, parts: Parts, most: usize, most_of_one: usize) {
+pub(crate) async fn accept(listener: TcpListener, parts: GuestParts, most: usize, most_of_one: usize) {
     let (mut strangers, mut vms) = (Crowd::new(most), Crowd::new(most));
     let mut acceptor = Acceptor::new("guests' port");
     loop {
@@ -152,7 +152,7 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, most: usize, mos
     }
 }
 
-async fn serve_stranger(stream: TcpStream, peer: SocketAddr, spoke: Arc<AtomicBool>, parts: Parts) {
+async fn serve_stranger(stream: TcpStream, peer: SocketAddr, spoke: Arc<AtomicBool>, parts: GuestParts) {
     if let Err(refused) = meet(stream, peer, None, &spoke, &parts).await {
         tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
     }
@@ -165,7 +165,7 @@ pub(crate) async fn meet(
     peer: SocketAddr,
     dialled: Option<&SandboxId>,
     spoke: &AtomicBool,
-    parts: &Parts,
+    parts: &GuestParts,
 ) -> Result<Met, Refused> {
     let met = serve(stream, peer, dialled, spoke, parts).await;
     if let Err(refused) = &met {
@@ -179,7 +179,7 @@ async fn serve(
     peer: SocketAddr,
     dialled: Option<&SandboxId>,
     spoke: &AtomicBool,
-    parts: &Parts,
+    parts: &GuestParts,
 ) -> Result<Met, Refused> {
     let config = parts.trust.read().clone().ok_or(Refused::NotConfigured)?;
     endpoint::tune(&stream).map_err(Refused::Handshake)?;
@@ -221,7 +221,7 @@ async fn answer_claim(
     peer: SocketAddr,
     claim: Claim,
     dialled: Option<&SandboxId>,
-    parts: &Parts,
+    parts: &GuestParts,
 ) -> Result<Met, Refused> {
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
     let (outcome, reply) = judge(claim, peer, dialled, &parts.hypervisor).await;

@@ -1,8 +1,8 @@
 //! Drops the privileges that the process does not need, before its first thread and connection: later threads inherit
 //! the result. The relay needs no capability, except one for a listening port below 1024.
 //!
-//! Landlock permits to open the files of [`Files`] alone, although root owns the others, too. It keeps `lstat`, by which
-//! the relay compares kubelet's targets, and everything that the node opens for the relay.
+//! Landlock permits to open the files of [`PermittedFolders`] alone, although root owns the others, too. It keeps
+//! `lstat`, by which the relay compares kubelet's targets, and everything that the node opens for the relay.
 //!
 //! The seccomp filter refuses system calls by purpose: calls that start programs, inspect, signal or change other
 //! processes, make or enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An
@@ -129,17 +129,17 @@ fn in_own_folders() -> BitFlags<AccessFs> {
 
 /// Folders below which the hardened process may open files.
 #[derive(Clone, Debug, Default)]
-pub struct Files {
+pub struct PermittedFolders {
     /// Its own folders.
     own: Vec<PathBuf>,
     /// Folders of which it reads files.
     read: Vec<PathBuf>,
 }
 
-impl Files {
+impl PermittedFolders {
     /// Permits the relay's own folders, containers' bundles and the kernel's list of mounts. Makes missing bundle
     /// folders: a container runtime that has started nothing yet has not made them.
-    pub fn new(own: Vec<PathBuf>, bundles: &[PathBuf]) -> Files {
+    pub fn new(own: Vec<PathBuf>, bundles: &[PathBuf]) -> PermittedFolders {
         let mut read = vec![PathBuf::from("/proc")];
         for path in bundles {
             match DirBuilder::new().recursive(true).mode(0o711).create(path) {
@@ -150,13 +150,13 @@ impl Files {
                 ),
             }
         }
-        Files { own, read }
+        PermittedFolders { own, read }
     }
 }
 
 /// Sets `no_new_privs`, drops the capabilities, restricts the files and installs the system call filters. A failed step
 /// does not keep the later ones from being tried. Fails with all steps that failed, and their causes.
-pub fn harden(listen_port: u16, files: &Files) -> anyhow::Result<()> {
+pub fn harden(listen_port: u16, files: &PermittedFolders) -> anyhow::Result<()> {
     let steps = [
         ("set no_new_privs", set_no_new_privs(true).map_err(anyhow::Error::from)),
         ("drop the capabilities", drop_capabilities(listen_port)),
@@ -174,7 +174,7 @@ pub fn harden(listen_port: u16, files: &Files) -> anyhow::Result<()> {
 
 /// Restricts this thread to the files, as far as the kernel's version of Landlock can. From version 6 on the process
 /// connects to no abstract socket of another process, such as those of container runtimes in the node's network.
-fn restrict(files: &Files) -> anyhow::Result<()> {
+fn restrict(files: &PermittedFolders) -> anyhow::Result<()> {
     let mut rules = Ruleset::default()
         .handle_access(AccessFs::from_all(ABI::V5))?
         .scope(Scope::AbstractUnixSocket | Scope::Signal)?
@@ -277,7 +277,7 @@ mod tests {
     fn a_thread_keeps_no_capabilities_and_can_still_bind_a_socket() {
         // Capabilities belong to a thread: the other tests keep theirs.
         let hardened = std::thread::spawn(|| {
-            harden(15151, &Files::default()).unwrap();
+            harden(15151, &PermittedFolders::default()).unwrap();
             let sets = rustix::thread::capabilities(None).unwrap();
             assert!(sets.effective.is_empty() && sets.permitted.is_empty());
             std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn a_hardened_thread_starts_no_program_and_leaves_no_namespace_but_has_threads_and_sockets() {
         let hardened = std::thread::spawn(|| {
-            harden(15151, &Files::default()).unwrap();
+            harden(15151, &PermittedFolders::default()).unwrap();
             let refused = |what: &str, error: Option<i32>| assert_eq!(error, Some(libc::EPERM), "{what}");
             let program = std::process::Command::new("/bin/true").status();
             refused("a program", program.err().and_then(|error| error.raw_os_error()));
@@ -325,7 +325,7 @@ mod tests {
             std::fs::write(path, "x").unwrap();
         }
         let own = ["run", "state/relay", "state/inbox"].map(|name| base.join(name)).into();
-        let permitted = Files::new(own, &[base.join("bundles")]);
+        let permitted = PermittedFolders::new(own, &[base.join("bundles")]);
         let folder = base.clone();
         let hardened = std::thread::spawn(move || {
             harden(15151, &permitted).unwrap();
@@ -371,7 +371,7 @@ mod tests {
             // SAFETY: the descriptor is open, and the other arguments are numbers.
             let set_owner = |owner: i32| unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, owner) };
             assert_eq!(set_owner(0), 0);
-            harden(15151, &Files::default()).unwrap();
+            harden(15151, &PermittedFolders::default()).unwrap();
             for pid in [Pid::parent(), Pid::from_raw(0), Pid::from_raw(-1)] {
                 assert_eq!(kill(pid, None), Err(Errno::EPERM), "{pid}");
             }
@@ -393,7 +393,7 @@ mod tests {
     )]
     fn not_refused(numbers: Vec<libc::c_long>) -> Vec<(libc::c_long, Option<i32>)> {
         let hardened = std::thread::spawn(move || {
-            harden(15151, &Files::default()).unwrap();
+            harden(15151, &PermittedFolders::default()).unwrap();
             let call = |number: libc::c_long| {
                 // SAFETY: every call refuses these arguments: all ones is no valid pointer and no valid set of flags.
                 let answer = unsafe { libc::syscall(number, -1, -1, -1, -1, -1, -1) };

@@ -109,7 +109,7 @@ impl Restored {
     }
 }
 
-pub(crate) struct Parts {
+pub(crate) struct HypervisorParts {
     pub(crate) listener: UnixListener,
     pub(crate) restored: Restored,
     pub(crate) node_socket: PathBuf,
@@ -170,7 +170,7 @@ impl HypervisorHandle {
     }
 }
 
-pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
+pub(crate) fn open(parts: HypervisorParts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
     let (events, incoming) = mpsc::channel(1024);
     let handle = HypervisorHandle { events: events.clone(), claims: Arc::new(Semaphore::new(CLAIMS)) };
     tasks.spawn(node::run(parts.node_socket, events.clone()));

@@ -27,7 +27,7 @@ use crate::guest_dialer::Order;
 use crate::id::SandboxId;
 use crate::localhost::{Ports, Serving};
 use crate::metrics::Metrics;
-use crate::store::{Record, Store, StoreError};
+use crate::store::{RelayStore, SandboxRecord, StoreError};
 
 /// Time limit for a deleted sandbox's connections to receive their last answers.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
@@ -61,7 +61,7 @@ pub(crate) struct Attached {
 }
 
 struct Live {
-    record: Record,
+    record: SandboxRecord,
     attached: Attached,
     socket: AgentSocket,
     /// Abort handle of the endpoint's task; `running` is the task that waits for its end.
@@ -85,7 +85,7 @@ struct Table {
 
 impl Table {
     /// Enters the record's certificates and addresses, in place of those of the record before.
-    fn enter(&mut self, record: &Record, before: Option<&Record>) {
+    fn enter(&mut self, record: &SandboxRecord, before: Option<&SandboxRecord>) {
         if let Some(before) = before {
             self.remove(before);
         }
@@ -97,7 +97,7 @@ impl Table {
         }
     }
 
-    fn remove(&mut self, record: &Record) {
+    fn remove(&mut self, record: &SandboxRecord) {
         for print in &record.guest_certificates {
             if self.fingerprints.get(print) == Some(&record.id) {
                 self.fingerprints.remove(print);
@@ -112,14 +112,14 @@ impl Table {
     }
 }
 
-fn addresses(record: &Record) -> HashSet<IpAddr> {
+fn addresses(record: &SandboxRecord) -> HashSet<IpAddr> {
     let dialled = record.dial.iter().map(|address| address.ip());
     record.addresses.iter().copied().chain(dialled).map(|address| address.to_canonical()).collect()
 }
 
 pub(crate) struct Sandboxes {
     me: Weak<Sandboxes>,
-    store: Store,
+    store: RelayStore,
     pub(crate) states: Arc<States>,
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
@@ -130,7 +130,7 @@ pub(crate) struct Sandboxes {
 }
 
 impl Sandboxes {
-    pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
+    pub(crate) fn new(store: RelayStore, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
         let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
         // Bounded by the node's puts and deletes.
         let (dials, orders) = mpsc::unbounded_channel();
@@ -151,7 +151,7 @@ impl Sandboxes {
         self.orders.lock().take()
     }
 
-    fn dial(&self, record: &Record) {
+    fn dial(&self, record: &SandboxRecord) {
         let id = record.id.clone();
         let order =
             if record.dial.is_empty() { Order::Stop(id) } else { Order::Dial(id, record.dial.clone()) };
@@ -174,7 +174,7 @@ impl Sandboxes {
     }
 
     /// Serves the sandboxes of the records on disk. A sandbox without a bound socket is reported and left out.
-    pub(crate) async fn restore(&self, records: Vec<Record>) {
+    pub(crate) async fn restore(&self, records: Vec<SandboxRecord>) {
         for record in records {
             let (id, pod) = (record.id.clone(), record.pod.clone());
             match self.put_in_slot(record, false).await {
@@ -188,7 +188,11 @@ impl Sandboxes {
     ///
     /// Cancel safety: the work continues in a task of its own, under the sandbox's lock. A record that is being written
     /// when the caller leaves must not appear after a later delete. The task holds `open` until it ends.
-    pub(crate) async fn put(&self, record: Record, open: impl Send + 'static) -> Result<(), SandboxError> {
+    pub(crate) async fn put(
+        &self,
+        record: SandboxRecord,
+        open: impl Send + 'static,
+    ) -> Result<(), SandboxError> {
         let Some(me) = self.me.upgrade() else { return Err(Interrupted.into()) };
         let put = async move {
             let _open = open;
@@ -197,7 +201,7 @@ impl Sandboxes {
         tokio::spawn(put).await.unwrap_or(Err(Interrupted.into()))
     }
 
-    async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
+    async fn put_in_slot(&self, record: SandboxRecord, write: bool) -> Result<(), SandboxError> {
         check_path(&record)?;
         loop {
             let slot = self.table.lock().slots.entry(record.id.clone()).or_default().clone();
@@ -213,7 +217,12 @@ impl Sandboxes {
         self.table.lock().slots.get(id).is_some_and(|current| Arc::ptr_eq(current, slot))
     }
 
-    async fn update(&self, slot: &mut Option<Live>, record: Record, write: bool) -> Result<(), SandboxError> {
+    async fn update(
+        &self,
+        slot: &mut Option<Live>,
+        record: SandboxRecord,
+        write: bool,
+    ) -> Result<(), SandboxError> {
         let listens = |live: &Live| live.socket.listens_on(&record.agent_socket);
         if slot.as_ref().is_some_and(|live| live.record == record && listens(live)) {
             return Ok(());
@@ -240,7 +249,7 @@ impl Sandboxes {
         Ok(())
     }
 
-    fn start(&self, record: Record, restart: Backoff) -> Result<Live, SandboxError> {
+    fn start(&self, record: SandboxRecord, restart: Backoff) -> Result<Live, SandboxError> {
         let guest = self.guest(&record);
         let (task, endpoint) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
         let attached = Attached { id: record.id.clone(), endpoint, guest };
@@ -250,7 +259,7 @@ impl Sandboxes {
         Ok(self.run(record, attached, task, socket, restart))
     }
 
-    fn guest(&self, record: &Record) -> Arc<Guest> {
+    fn guest(&self, record: &SandboxRecord) -> Arc<Guest> {
         let guest = Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone());
         guest.set(record);
         Arc::new(guest)
@@ -258,7 +267,7 @@ impl Sandboxes {
 
     fn run(
         &self,
-        record: Record,
+        record: SandboxRecord,
         attached: Attached,
         endpoint: Endpoint<GuestHandler>,
         socket: AgentSocket,
@@ -312,7 +321,7 @@ impl Sandboxes {
         live.running
     }
 
-    fn check_certificates(&self, record: &Record) -> Result<(), SandboxError> {
+    fn check_certificates(&self, record: &SandboxRecord) -> Result<(), SandboxError> {
         let table = self.table.lock();
         let others = record.guest_certificates.iter().filter_map(|print| table.fingerprints.get(print));
         match others.into_iter().find(|other| **other != record.id) {
@@ -322,7 +331,7 @@ impl Sandboxes {
     }
 
     /// Assigns the record's certificates and addresses to its sandbox, in place of those of the record before.
-    fn take_keys(&self, record: &Record, before: Option<&Record>) -> Result<(), SandboxError> {
+    fn take_keys(&self, record: &SandboxRecord, before: Option<&SandboxRecord>) -> Result<(), SandboxError> {
         self.check_certificates(record)?;
         self.table.lock().enter(record, before);
         Ok(())
@@ -401,7 +410,7 @@ impl Sandboxes {
     }
 }
 
-fn listen(record: &Record, sandbox: &Attached) -> Result<AgentSocket, SandboxError> {
+fn listen(record: &SandboxRecord, sandbox: &Attached) -> Result<AgentSocket, SandboxError> {
     let path = record.agent_socket.as_path();
     AgentSocket::open(path, sandbox)
         .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })
@@ -427,7 +436,7 @@ async fn restart_after_panic(
 }
 
 /// Checks the agent socket's path. It comes from the node, but must still not lead elsewhere.
-fn check_path(record: &Record) -> Result<(), SandboxError> {
+fn check_path(record: &SandboxRecord) -> Result<(), SandboxError> {
     let path: &Path = &record.agent_socket;
     let plain = path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
     let folder = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());

@@ -40,7 +40,7 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreErr
 
 /// One sandbox, as the node put it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct SandboxRecord {
     pub(crate) id: SandboxId,
     pub(crate) agent_socket: PathBuf,
     /// SHA-256 fingerprints of the leaf certificates of this sandbox's guest.
@@ -71,7 +71,7 @@ pub(crate) struct TunnelPeer {
 
 /// The relay's certificate and key towards guests, and the CAs that it trusts.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Identity {
+pub(crate) struct ServerIdentity {
     #[serde(with = "base64_bytes::list")]
     pub(crate) certificates: Vec<Vec<u8>>,
     #[serde(with = "base64_bytes")]
@@ -80,13 +80,15 @@ pub(crate) struct Identity {
     pub(crate) trusted_cas: Vec<Vec<u8>>,
 }
 
-impl fmt::Debug for Identity {
+impl fmt::Debug for ServerIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Identity").field("certificates", &self.certificates.len()).finish_non_exhaustive()
+        f.debug_struct("ServerIdentity")
+            .field("certificates", &self.certificates.len())
+            .finish_non_exhaustive()
     }
 }
 
-impl Identity {
+impl ServerIdentity {
     pub(crate) fn server_config(
         &self,
     ) -> Result<std::sync::Arc<rustls::ServerConfig>, peerpod_link::tls::TlsError> {
@@ -102,17 +104,17 @@ impl Identity {
 
 /// State folder of the relay. All calls block.
 #[derive(Clone, Debug)]
-pub(crate) struct Store {
+pub(crate) struct RelayStore {
     folder: PathBuf,
     sandboxes: PathBuf,
     quarantine: PathBuf,
 }
 
-impl Store {
-    pub(crate) fn open(state_dir: &Path) -> Result<Store, StoreError> {
+impl RelayStore {
+    pub(crate) fn open(state_dir: &Path) -> Result<RelayStore, StoreError> {
         let folder = state_dir.join("relay");
         let store =
-            Store { sandboxes: folder.join("sandboxes"), quarantine: folder.join("quarantine"), folder };
+            RelayStore { sandboxes: folder.join("sandboxes"), quarantine: folder.join("quarantine"), folder };
         for folder in [&store.folder, &store.sandboxes] {
             files::make_folder(folder).map_err(failed("make", folder))?;
         }
@@ -127,16 +129,16 @@ impl Store {
         Ok(())
     }
 
-    pub(crate) fn put_identity(&self, identity: &Identity) -> Result<(), StoreError> {
+    pub(crate) fn put_identity(&self, identity: &ServerIdentity) -> Result<(), StoreError> {
         write(&self.folder.join(IDENTITY), identity)
     }
 
     /// Reads the identity, if a readable one exists.
-    pub(crate) fn identity(&self) -> Option<Identity> {
+    pub(crate) fn identity(&self) -> Option<ServerIdentity> {
         self.read(&self.folder.join(IDENTITY), |_| Ok(()))
     }
 
-    pub(crate) fn put(&self, record: &Record) -> Result<(), StoreError> {
+    pub(crate) fn put(&self, record: &SandboxRecord) -> Result<(), StoreError> {
         write(&self.sandboxes.join(format!("{}.json", record.id)), record)
     }
 
@@ -145,12 +147,12 @@ impl Store {
         files::remove(&self.sandboxes.join(format!("{id}.json"))).map_err(failed("remove", &self.sandboxes))
     }
 
-    pub(crate) fn records(&self) -> Result<Vec<Record>, StoreError> {
+    pub(crate) fn records(&self) -> Result<Vec<SandboxRecord>, StoreError> {
         let names = std::fs::read_dir(&self.sandboxes)
             .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>())
             .map_err(failed("list", &self.sandboxes))?;
         let read = |path: &PathBuf| {
-            self.read(path, |record: &Record| {
+            self.read(path, |record: &SandboxRecord| {
                 let named = path.file_name().is_some_and(|name| *name == *format!("{}.json", record.id));
                 if named {
                     Ok(())
@@ -228,8 +230,8 @@ fn parse<T: DeserializeOwned>(content: &[u8]) -> Result<T, String> {
 mod tests {
     use super::*;
 
-    fn sample(id: &str) -> Record {
-        Record {
+    fn sample(id: &str) -> SandboxRecord {
+        SandboxRecord {
             id: SandboxId::new(id).unwrap(),
             agent_socket: "/run/peerpod/pods/x/agent.ttrpc".into(),
             guest_certificates: vec![[0xab; 32], [1; 32]],
@@ -253,12 +255,12 @@ mod tests {
     #[test]
     fn records_survive_and_torn_files_are_quarantined() {
         let base = std::env::temp_dir().join(format!("peerpod-store-{}", std::process::id()));
-        let store = Store::open(&base).unwrap();
+        let store = RelayStore::open(&base).unwrap();
         store.put(&sample("a")).unwrap();
         store.put(&sample("b")).unwrap();
         store.put(&sample("gone")).unwrap();
         store.delete(&sample("gone").id).unwrap();
-        let identity = Identity {
+        let identity = ServerIdentity {
             certificates: vec![vec![1], vec![2]],
             private_key: vec![3; 50],
             trusted_cas: vec![vec![4]],

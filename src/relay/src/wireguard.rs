@@ -272,15 +272,15 @@ impl Kind for WireGuard {
 }
 
 #[derive(Clone)]
-pub(crate) struct Shown(pub(crate) Arc<WireGuard>);
+pub(crate) struct WireGuardCollector(pub(crate) Arc<WireGuard>);
 
-impl std::fmt::Debug for Shown {
+impl std::fmt::Debug for WireGuardCollector {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("WireGuard").finish_non_exhaustive()
     }
 }
 
-impl Collector for Shown {
+impl Collector for WireGuardCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let Some(Figures { running, peers, failures, counters }) = self.0.figures() else { return Ok(()) };
         for (name, help, value) in [

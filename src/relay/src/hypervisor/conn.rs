@@ -43,13 +43,13 @@ pub(super) enum Order {
     /// Stop reading.
     Hold(oneshot::Sender<()>),
     /// Stop writing and return the state.
-    Show(oneshot::Sender<Shown>),
+    Show(oneshot::Sender<FrozenConn>),
     /// Resume.
     Go,
 }
 
 /// State of a frozen connection, with a duplicate of its socket.
-pub(super) type Shown = io::Result<(ConnState, OwnedFd)>;
+pub(super) type FrozenConn = io::Result<(ConnState, OwnedFd)>;
 
 /// Reason why a connection ended, for the log.
 #[derive(Debug, thiserror::Error)]
@@ -162,7 +162,7 @@ impl Conn {
         Ok((conn, peer))
     }
 
-    fn show(&mut self) -> Shown {
+    fn show(&mut self) -> FrozenConn {
         let mut out = self.out.to_vec();
         while let Ok(answer) = self.outgoing.try_recv() {
             out.extend_from_slice(&answer);

@@ -93,7 +93,7 @@ impl Pod {
         let thread = std::thread::spawn({
             let stop = stop.clone();
             move || {
-                crate::harden::harden(15151, &crate::harden::Files::default()).unwrap();
+                crate::harden::harden(15151, &crate::harden::PermittedFolders::default()).unwrap();
                 assert!(rustix::thread::capabilities(None).unwrap().effective.is_empty());
                 serve(Role::Relay, End(None), &tell, &stop);
                 guest.join().unwrap();

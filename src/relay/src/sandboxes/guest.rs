@@ -27,7 +27,7 @@ use crate::agent::filter::{AgentFilter, Bounds, Shared};
 use crate::guest_log::GuestLog;
 use crate::id::SandboxId;
 use crate::metrics::Metrics;
-use crate::store::Record;
+use crate::store::SandboxRecord;
 
 /// Limit of the node's calls that wait for one guest.
 const CALLS: usize = 64;
@@ -138,7 +138,7 @@ impl Guest {
     }
 
     /// Uses pod and volumes of the record from now on.
-    pub(crate) fn set(&self, record: &Record) {
+    pub(crate) fn set(&self, record: &SandboxRecord) {
         self.traffic.set(&record.pod, &record.volumes);
     }
 

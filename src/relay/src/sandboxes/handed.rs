@@ -15,7 +15,7 @@ use super::{Attached, Live, RESTART, Sandboxes};
 use crate::agent::AgentSocket;
 use crate::fd_handoff::Passed;
 use crate::id::SandboxId;
-use crate::store::Record;
+use crate::store::SandboxRecord;
 use crate::{localhost, socket};
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,7 +45,7 @@ impl Drop for Still {
 
 /// Sandbox of another process that is not served here yet.
 pub(crate) struct Prepared {
-    record: Record,
+    record: SandboxRecord,
     state: StateState,
     attached: Attached,
     endpoint: Endpoint<GuestHandler>,
@@ -106,7 +106,7 @@ impl Sandboxes {
     /// Reads a sandbox of another process. Its connections stay frozen until [`Sandboxes::go_on`].
     pub(crate) fn prepare(
         &self,
-        record: Record,
+        record: SandboxRecord,
         handed: Handed,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<Prepared, String> {

@@ -27,11 +27,11 @@ impl World {
 
     fn sandboxes(base: &Path) -> Arc<Sandboxes> {
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
-        Sandboxes::new(Store::open(base).unwrap(), Arc::new(States::new("e".into())), metrics)
+        Sandboxes::new(RelayStore::open(base).unwrap(), Arc::new(States::new("e".into())), metrics)
     }
 
-    fn record(&self, id: &str, certificate: u8) -> Record {
-        Record {
+    fn record(&self, id: &str, certificate: u8) -> SandboxRecord {
+        SandboxRecord {
             id: SandboxId::new(id).unwrap(),
             agent_socket: self.base.join("pods").join(id).join("agent.ttrpc"),
             guest_certificates: vec![[certificate; 32]],
@@ -59,7 +59,7 @@ async fn the_addresses_of_vms_are_known_as_long_as_a_sandbox_has_them() {
     world.sandboxes.put(b.clone(), ()).await.unwrap();
     assert_eq!(vms("10.0.0.7"), 2);
     let dial = vec!["10.0.0.8:1".parse().unwrap(), "10.0.0.8:2".parse().unwrap()];
-    let moved = Record { addresses: Vec::new(), dial, ..a };
+    let moved = SandboxRecord { addresses: Vec::new(), dial, ..a };
     world.sandboxes.put(moved.clone(), ()).await.unwrap();
     assert_eq!([vms("10.0.0.7"), vms("10.0.0.8")], [1, 1]);
     world.sandboxes.delete(&b.id).await.unwrap();
@@ -69,7 +69,7 @@ async fn the_addresses_of_vms_are_known_as_long_as_a_sandbox_has_them() {
 }
 
 /// Whether the socket of a removed sandbox closes a late shim's connection.
-async fn is_closed(record: &Record) -> bool {
+async fn is_closed(record: &SandboxRecord) -> bool {
     let Ok(mut shim) = UnixStream::connect(&record.agent_socket).await else { return true };
     matches!(tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await, Ok(Ok(0) | Err(_)))
 }
@@ -123,7 +123,7 @@ async fn a_certificate_has_one_sandbox_and_the_later_put_wins() {
 async fn paths_that_lead_elsewhere_are_refused() {
     let world = World::new("paths");
     for path in ["agent.ttrpc", "/run/x/../a/agent.ttrpc", "/run/peerpod/b/agent.ttrpc", "/"] {
-        let record = Record { agent_socket: path.into(), ..world.record("a", 1) };
+        let record = SandboxRecord { agent_socket: path.into(), ..world.record("a", 1) };
         assert!(matches!(world.sandboxes.put(record, ()).await, Err(SandboxError::Path(..))), "{path}");
     }
 }
@@ -136,7 +136,7 @@ async fn a_new_process_serves_the_same_sandboxes() {
     world.sandboxes.stop().await;
     assert!(!record.agent_socket.exists());
     let next = World::sandboxes(&world.base);
-    next.restore(Store::open(&world.base).unwrap().records().unwrap()).await;
+    next.restore(RelayStore::open(&world.base).unwrap().records().unwrap()).await;
     UnixStream::connect(&record.agent_socket).await.unwrap();
     assert!(next.of_certificate(&[1; 32]).is_some());
 }

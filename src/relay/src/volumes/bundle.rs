@@ -44,7 +44,7 @@ struct Device {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct VolumePath {
     pub(super) volume: usize,
     /// Path below the volume's root; empty for the whole volume.
     pub(super) path: PathBuf,
@@ -77,13 +77,13 @@ impl Spec {
 }
 
 /// Finds the volume of a host path, by the path, or by its file system: kubelet bind-mounts a subPath elsewhere.
-pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, String> {
+pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<VolumePath>, String> {
     if !is_plain(source) {
         return Ok(None);
     }
     for (volume, one) in volumes.iter().enumerate().filter(|(_, one)| !one.block) {
         if let Ok(path) = source.strip_prefix(&one.target_path) {
-            return Ok(Some(Place { volume, path: path.to_owned() }));
+            return Ok(Some(VolumePath { volume, path: path.to_owned() }));
         }
     }
     let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
@@ -98,7 +98,7 @@ pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, 
         return Err(format!("{} is on a file system that two volumes share", source.display()));
     }
     let path = root_of(source)?;
-    Ok(Some(Place { volume, path }))
+    Ok(Some(VolumePath { volume, path }))
 }
 
 /// Whether a published target is a mount of its own, not just a folder on the node's disk.
@@ -174,8 +174,8 @@ mod tests {
         let volume = |path: &str| Volume { target_path: path.into(), ..Volume::default() };
         let volumes = [volume("/pods/u/v1/mount"), volume("/pods/u/v10/mount")];
         let of = |path: &str| place(&volumes, Path::new(path)).unwrap();
-        assert_eq!(of("/pods/u/v10/mount"), Some(Place { volume: 1, path: "".into() }));
-        assert_eq!(of("/pods/u/v1/mount/a/b"), Some(Place { volume: 0, path: "a/b".into() }));
+        assert_eq!(of("/pods/u/v10/mount"), Some(VolumePath { volume: 1, path: "".into() }));
+        assert_eq!(of("/pods/u/v1/mount/a/b"), Some(VolumePath { volume: 0, path: "a/b".into() }));
         assert_eq!(of("/pods/u/v1/mountain"), None);
         assert_eq!(of("/pods/u/v2/mount"), None);
     }

@@ -8,7 +8,7 @@ use peerpod_proto::intercept::{CreateContainerRequest, Device, Mount, Storage};
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
-use super::bundle::{self, Place, Spec};
+use super::bundle::{self, Spec, VolumePath};
 use super::{COPIES, Copies, Folder, Volume, is_volume_id};
 
 /// Folder in the VM in which the volumes of containers are mounted.
@@ -68,7 +68,9 @@ fn rewrite(
     }
     let mut used = vec![false; volumes.len()];
     for mount in oci.Mounts.iter_mut().filter(|mount| is_bind(mount)) {
-        let Some(Place { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else { continue };
+        let Some(VolumePath { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else {
+            continue;
+        };
         let of = &volumes[volume];
         used[volume] = true;
         // A shim that handles the volume itself (Kata's direct volumes) adds a Storage of a disk that no VM has.
@@ -105,7 +107,7 @@ fn place(
     spec: Result<&Spec, &String>,
     volumes: &[Volume],
     copies: &Copies,
-) -> Result<Option<Place>, String> {
+) -> Result<Option<VolumePath>, String> {
     let here = |why: &str| format!("mount {}: {why}", mount.destination);
     let copied = copies.of(&mount.source);
     let marked = match copied {
@@ -130,7 +132,7 @@ fn place(
         let (one, other) = (&volumes[place.volume].name, &volumes[marked].name);
         return Err(here(&format!("its source names volume {one}, its marker {other}")));
     }
-    if let Some(place) = by_bundle.or(marked.map(|volume| Place { volume, path: "".into() })) {
+    if let Some(place) = by_bundle.or(marked.map(|volume| VolumePath { volume, path: "".into() })) {
         return Ok(Some(place));
     }
     let why = match spec {

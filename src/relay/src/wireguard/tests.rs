@@ -169,7 +169,9 @@ fn documented_metrics_are_up_to_date() {
     // Only a relay that has had a data plane has these metrics.
     let plane = WireGuard { state: Mutex::new(State { failures: 1, ..State::default() }) };
     let mut registry = Registry::default();
-    registry.sub_registry_with_prefix("peerpod_relay").register_collector(Box::new(Shown(Arc::new(plane))));
+    registry
+        .sub_registry_with_prefix("peerpod_relay")
+        .register_collector(Box::new(WireGuardCollector(Arc::new(plane))));
     let text = reference::metrics(&registry).unwrap();
     reference::section("metrics.md", "peerpod-relay wireguard", &text).unwrap();
 }
