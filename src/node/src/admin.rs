@@ -26,7 +26,7 @@ use serde::Serialize;
 pub use answers::{Detail, NetworkDetail, NodeStatus, Orphan, RelayStatus, Sandbox, Stage};
 
 use crate::config::NodeConfig;
-use crate::preflight::Facts;
+use crate::preflight::PreflightFacts;
 use crate::relay_client::RelayClient;
 use crate::sandbox::phase::Phase;
 use crate::sandbox::ports::Guest;
@@ -47,11 +47,16 @@ pub(crate) struct AboutNode {
     installation: String,
     provider: String,
     relay_admin: SocketAddr,
-    facts: Facts,
+    facts: PreflightFacts,
 }
 
 impl AboutNode {
-    pub(crate) fn new(config: &NodeConfig, provider: &str, installation: &str, facts: Facts) -> AboutNode {
+    pub(crate) fn new(
+        config: &NodeConfig,
+        provider: &str,
+        installation: &str,
+        facts: PreflightFacts,
+    ) -> AboutNode {
         AboutNode {
             node: config.sandbox.node_name.clone(),
             cluster: config.sandbox.cluster_id.clone(),

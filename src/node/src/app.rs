@@ -35,7 +35,7 @@ use crate::metrics::Metrics;
 use crate::ports::{
     self, GuestAddresses, NodeClock, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings,
 };
-use crate::preflight::Facts;
+use crate::preflight::PreflightFacts;
 use crate::relay_client::{RelayClient, RelayIdentity};
 use crate::rotate::{self, SharedTrust};
 use crate::rpc::{self, Service};
@@ -45,7 +45,7 @@ use crate::secrets::PullSecrets;
 use crate::traces::Tracer;
 use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
-use crate::vm_metrics::{Vm, VmMetrics};
+use crate::vm_metrics::{RunningVm, VmMetrics};
 use crate::volumes::{PodStorage, Pods, Volumes};
 use crate::{installation, preflight, sweep, wireguard_fds};
 
@@ -219,7 +219,7 @@ async fn serve_admin(
     // The relay's certificate ends with the oldest CA, which signs it.
     expiries(&mut registry, move || vec![("node-ca", trust.read().not_after())]);
     let sandboxes = sandboxes.clone();
-    registry.register_collector(Box::new(VmMetrics::new(move || Vm::all(&sandboxes))));
+    registry.register_collector(Box::new(VmMetrics::new(move || RunningVm::all(&sandboxes))));
     let registry = Arc::new(registry);
     let admin = admin::serve(config.admin_listen, registry.clone(), ready.clone()).await?;
     match (cluster, config.metrics_listen) {
@@ -284,7 +284,7 @@ struct Parts {
     relay: RelayClient,
     trust: SharedTrust,
     addresses: GuestAddresses,
-    facts: Facts,
+    facts: PreflightFacts,
 }
 
 impl Parts {
@@ -300,7 +300,7 @@ impl Parts {
         let trust = SharedTrust::new(Trust::open(&folder, SystemTime::now(), Validity::default(), guests)?);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;
-        let (boot_id, facts) = (boot_id.trim().to_owned(), Facts::default());
+        let (boot_id, facts) = (boot_id.trim().to_owned(), PreflightFacts::default());
         let clock = NodeClock::open(&config.state_dir, &boot_id, SystemTime::now())?;
         ports::collect_garbage(&tunnel, &kept.records, kept.unread.iter().cloned(), &boot_id).await;
         let relay =

@@ -28,7 +28,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
 pub(crate) use config::ClusterConfig;
-pub(crate) use show::Shown;
+pub(crate) use show::DesiredPeerPod;
 pub(crate) use writer::Recorded;
 
 use crate::app::{Tasks, spawn};
@@ -183,7 +183,7 @@ impl Cluster {
 
     /// Writes the PeerPod before its VM is requested. Returns when it is written, or after 900 ms; the write then
     /// continues in the background. Returns the pod's UID, if it is known by then.
-    pub(crate) async fn announce(&self, mut shown: Shown) -> Option<String> {
+    pub(crate) async fn announce(&self, mut shown: DesiredPeerPod) -> Option<String> {
         let began = tokio::time::Instant::now();
         if shown.uid.is_none() {
             // Without a UID the record is written without an owner, which is added when it is known. The watch's lookup
@@ -201,7 +201,7 @@ impl Cluster {
     }
 
     /// Sets the state to show from now on. The returned future completes when it is written, and may be dropped.
-    pub(crate) fn show(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
+    pub(crate) fn show(&self, shown: DesiredPeerPod) -> impl Future<Output = ()> + Send + use<> {
         if let Some(uid) = &shown.uid {
             self.pods.take(uid, &shown.sandbox);
         }

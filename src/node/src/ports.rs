@@ -30,10 +30,10 @@ use zeroize::Zeroizing;
 
 use crate::app::CONNECTION;
 use crate::cluster::show::About;
-use crate::cluster::{Cluster, Recorded, Shown};
+use crate::cluster::{Cluster, DesiredPeerPod, Recorded};
 use crate::ledger::{self, Batch, Ledger, NetnsRef, Network, Record};
 use crate::localhost::Localhost;
-use crate::preflight::Facts;
+use crate::preflight::PreflightFacts;
 use crate::registries::Registries;
 use crate::relay_client::RelayClient;
 use crate::rotate::SharedTrust;
@@ -69,11 +69,11 @@ pub(crate) struct ProviderCloud {
     /// Choices that no sandbox has taken yet. A crash loses them: they are for people and metrics only.
     chosen: Mutex<HashMap<InstanceId, Chosen>>,
     ready: Ready,
-    facts: Facts,
+    facts: PreflightFacts,
 }
 
 impl ProviderCloud {
-    pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready, facts: Facts) -> ProviderCloud {
+    pub(crate) fn new(provider: Arc<dyn Provider>, ready: Ready, facts: PreflightFacts) -> ProviderCloud {
         ProviderCloud { provider, chosen: Mutex::default(), ready, facts }
     }
 
@@ -525,11 +525,11 @@ impl Identity for NodeIdentity {
 
 impl NodeCluster {
     /// Returns the Kubernetes view of this record, and the client that writes it. The cluster gets times of the wall clock.
-    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
+    fn shown(&self, record: &Record) -> Option<(&Cluster, DesiredPeerPod)> {
         let (cluster, about) = self.cluster.as_ref()?;
         let wall_ms = |at_ms| self.clock.as_wall_ms(at_ms, SystemTime::now());
         let record = Record { created_ms: wall_ms(record.created_ms), ..record.clone() };
-        Some((cluster, Shown::of(&record, about, wall_ms(self.clock.now_ms()))?))
+        Some((cluster, DesiredPeerPod::of(&record, about, wall_ms(self.clock.now_ms()))?))
     }
 }
 

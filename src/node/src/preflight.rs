@@ -30,9 +30,9 @@ const PROVIDER: &str = "provider";
 
 /// Facts of the last preflight without an objection, and doubts about it. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Facts(Arc<(Mutex<Vec<String>>, Notify)>);
+pub(crate) struct PreflightFacts(Arc<(Mutex<Vec<String>>, Notify)>);
 
-impl Facts {
+impl PreflightFacts {
     /// The facts so far.
     pub(crate) fn get(&self) -> Vec<String> {
         self.0.0.lock().clone()
@@ -53,7 +53,7 @@ pub(crate) async fn start(
     provider: Arc<dyn Provider>,
     addresses: GuestAddresses,
     ready: &Ready,
-    facts: &Facts,
+    facts: &PreflightFacts,
 ) {
     let (ready, facts) = (ready.clone(), facts.clone());
     let asking =
@@ -181,7 +181,7 @@ mod tests {
         let provider = decorate(provider, DecoratorConfig::default(), &mut Registry::default());
         let (ready, mut tasks, began) = (Ready::default(), Tasks::new(), Instant::now());
         let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
-        let facts = Facts::default();
+        let facts = PreflightFacts::default();
         start(&mut tasks, provider, addresses, &ready, &facts).await;
         assert_eq!(began.elapsed(), FIRST_ANSWER);
         let shown = || ready.waiting().remove("provider").unwrap_or_default();
@@ -205,7 +205,7 @@ mod tests {
     async fn a_provider_that_refuses_later_is_asked_again() {
         let (answer, answers) = watch::channel(Some(Ok(())));
         let (ready, mut tasks) = (Ready::default(), Tasks::new());
-        let (provider, facts) = (Arc::new(Refusing(answers)), Facts::default());
+        let (provider, facts) = (Arc::new(Refusing(answers)), PreflightFacts::default());
         let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
         start(&mut tasks, provider.clone(), addresses, &ready, &facts).await;
         let cloud = ProviderCloud::new(provider, ready.clone(), facts);
@@ -233,7 +233,7 @@ mod tests {
         let (_answer, answers) = watch::channel(Some(Err(Error::transient("no"))));
         let (ready, mut tasks, began) = (Ready::default(), Tasks::new(), Instant::now());
         let addresses = GuestAddresses::new(vec![], "10.1.2.3:15151".parse().unwrap());
-        start(&mut tasks, Arc::new(Refusing(answers)), addresses, &ready, &Facts::default()).await;
+        start(&mut tasks, Arc::new(Refusing(answers)), addresses, &ready, &PreflightFacts::default()).await;
         assert_eq!(began.elapsed(), Duration::ZERO);
         assert!(ready.waiting()["provider"].starts_with("no (asked since"), "{:?}", ready.waiting());
     }

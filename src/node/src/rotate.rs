@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use crate::relay_client::RelayClient;
 use crate::sandbox::ports::Trusted;
 use crate::sandbox::{Sandboxes, View};
-use crate::trust::{Error, Stage, Trust};
+use crate::trust::{Error, RotationStage, Trust};
 
 const EVERY: Duration = Duration::from_millis(500);
 
@@ -39,7 +39,7 @@ impl SharedTrust {
     }
 
     /// Takes one rotation step. Blocks for a write to the disk.
-    pub(crate) fn step(&self) -> Result<Stage, Error> {
+    pub(crate) fn step(&self) -> Result<RotationStage, Error> {
         let mut trust = self.trust.write();
         let stage = trust.rotate(SystemTime::now())?;
         self.told.send_replace(Arc::new(trusted(&trust)));
@@ -64,7 +64,7 @@ pub(crate) async fn run(
     patience: Duration,
 ) {
     // A node that died during a rotation may not have configured the relay for the last step.
-    let mut relay_knows = trust.read().stage() == Stage::Stable;
+    let mut relay_knows = trust.read().stage() == RotationStage::Stable;
     loop {
         tokio::time::sleep(EVERY).await;
         if !relay_knows {
@@ -99,8 +99,8 @@ pub(crate) fn is_due(trust: &SharedTrust, table: &Sandboxes, every: Duration, pa
     };
     let age = now.duration_since(since).unwrap_or_default();
     let wanted = match stage {
-        Stage::Stable => due,
-        Stage::Announced | Stage::Overlap => true,
+        RotationStage::Stable => due,
+        RotationStage::Announced | RotationStage::Overlap => true,
     };
     if !wanted {
         return false;
@@ -110,7 +110,7 @@ pub(crate) fn is_due(trust: &SharedTrust, table: &Sandboxes, every: Duration, pa
         return true;
     }
     // The age of a stable CA may be years, so it does not measure the wait: the first step waits for all guests.
-    if stage == Stage::Stable || age < patience {
+    if stage == RotationStage::Stable || age < patience {
         return false;
     }
     for view in &behind {

@@ -69,7 +69,7 @@ impl Default for Validity {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
+pub(crate) enum RotationStage {
     Stable,
     /// The next CA exists and is announced to all guests; it signs nothing yet.
     Announced,
@@ -173,11 +173,11 @@ impl Trust {
         Ok(Sha256::digest(RequestedKey::read(csr_der)?.info()).into())
     }
 
-    pub(crate) fn stage(&self) -> Stage {
+    pub(crate) fn stage(&self) -> RotationStage {
         match (&self.authorities.previous, &self.authorities.next) {
-            (Some(_), _) => Stage::Overlap,
-            (None, Some(_)) => Stage::Announced,
-            (None, None) => Stage::Stable,
+            (Some(_), _) => RotationStage::Overlap,
+            (None, Some(_)) => RotationStage::Announced,
+            (None, None) => RotationStage::Stable,
         }
     }
 
@@ -192,21 +192,21 @@ impl Trust {
         let left = self.authorities.current.not_after.duration_since(now).unwrap_or_default();
         let age = now.duration_since(self.authorities.since).unwrap_or_default();
         let is_due = left < self.validity.ca / 3 || age >= every;
-        self.stage() == Stage::Stable && !left.is_zero() && is_due
+        self.stage() == RotationStage::Stable && !left.is_zero() && is_due
     }
 
     /// Takes one step of the rotation, under the conditions above. A step that cannot be written to disk is not taken.
-    pub(crate) fn rotate(&mut self, now: SystemTime) -> Result<Stage, Error> {
+    pub(crate) fn rotate(&mut self, now: SystemTime) -> Result<RotationStage, Error> {
         let mut stepped = self.authorities.clone();
         stepped.since = now;
         match self.stage() {
-            Stage::Stable => stepped.next = Some(Authority::make(CA, now, self.validity.ca)?),
-            Stage::Announced => {
+            RotationStage::Stable => stepped.next = Some(Authority::make(CA, now, self.validity.ca)?),
+            RotationStage::Announced => {
                 if let Some(next) = stepped.next.take() {
                     stepped.previous = Some(std::mem::replace(&mut stepped.current, next));
                 }
             }
-            Stage::Overlap => stepped.previous = None,
+            RotationStage::Overlap => stepped.previous = None,
         }
         store::write(&self.file, &stepped)?;
         self.authorities = stepped;

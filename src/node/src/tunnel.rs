@@ -31,7 +31,7 @@ pub(crate) mod tests;
 mod vxlan;
 mod wireguard;
 
-use backend::{Backends, Connected, VmPath};
+use backend::{Backends, ConnectedTunnel, VmPath};
 use external::Outside;
 pub(crate) use reconcile::{Live, Reconciled};
 use reserved::{Device, assign, carried};
@@ -284,7 +284,7 @@ impl Tunnel {
         if path.remote.is_ipv6() {
             warn_of_too_large(&carried);
         }
-        let connected = Connected { sandbox: sandbox.to_owned(), reserved: reserved.clone(), vm };
+        let connected = ConnectedTunnel { sandbox: sandbox.to_owned(), reserved: reserved.clone(), vm };
         // The filter first: the devices are never up without it.
         backend.admit(&connected)?;
         let pairs: Vec<Pair> = carried

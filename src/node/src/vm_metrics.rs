@@ -19,16 +19,16 @@ const MOST_VMS: usize = 256;
 
 /// A running VM.
 #[derive(Clone, Debug)]
-pub(crate) struct Vm {
+pub(crate) struct RunningVm {
     namespace: String,
     pod: String,
     is_linked: bool,
     usage: Usage,
 }
 
-impl Vm {
+impl RunningVm {
     /// Returns the running VMs, one for each pod.
-    pub(crate) fn all(sandboxes: &Sandboxes) -> Vec<Vm> {
+    pub(crate) fn all(sandboxes: &Sandboxes) -> Vec<RunningVm> {
         let mut newest = BTreeMap::new();
         let running =
             sandboxes.views().into_iter().filter(|view| matches!(view.phase, Phase::Running { .. }));
@@ -43,7 +43,7 @@ impl Vm {
             let guest = sandboxes.0.ports.relay.guest(&view.id);
             let guest = guest.borrow();
             let status = Status::parse_from_bytes(&guest.status).unwrap_or_default();
-            Some(Vm {
+            Some(RunningVm {
                 namespace: namespace.to_owned(),
                 pod: pod.to_owned(),
                 is_linked: guest.connected,
@@ -55,13 +55,13 @@ impl Vm {
 }
 
 /// Reads the running VMs.
-type Read = dyn Fn() -> Vec<Vm> + Send + Sync;
+type Read = dyn Fn() -> Vec<RunningVm> + Send + Sync;
 
 /// Metrics of the running VMs.
 pub(crate) struct VmMetrics(Box<Read>);
 
 impl VmMetrics {
-    pub(crate) fn new(read: impl Fn() -> Vec<Vm> + Send + Sync + 'static) -> VmMetrics {
+    pub(crate) fn new(read: impl Fn() -> Vec<RunningVm> + Send + Sync + 'static) -> VmMetrics {
         VmMetrics(Box::new(read))
     }
 }
@@ -73,7 +73,7 @@ impl fmt::Debug for VmMetrics {
 }
 
 /// Name, help text, and label with the values of a VM. A value of 0 is not known.
-type Row = (&'static str, &'static str, &'static str, fn(&Vm) -> Vec<(&'static str, u64)>);
+type Row = (&'static str, &'static str, &'static str, fn(&RunningVm) -> Vec<(&'static str, u64)>);
 
 const BYTES: [Row; 3] = [
     ("peerpod_node_vm_memory_bytes", "Memory of a running VM", "kind", |vm| {
@@ -103,7 +103,7 @@ const SECONDS: [Row; 2] = [
     ),
 ];
 
-fn processes(vm: &Vm, value: fn(&ProcessUsage) -> u64) -> Vec<(&'static str, u64)> {
+fn processes(vm: &RunningVm, value: fn(&ProcessUsage) -> u64) -> Vec<(&'static str, u64)> {
     let both = [("guest", &vm.usage.guest), ("agent", &vm.usage.agent)];
     both.into_iter().filter_map(|(name, process)| Some((name, value(process.as_ref()?)))).collect()
 }
@@ -150,7 +150,7 @@ impl Collector for VmMetrics {
 
 /// A VM with all figures, for the documentation.
 #[cfg(test)]
-pub(crate) fn sample() -> Vm {
+pub(crate) fn sample() -> RunningVm {
     let process = || ProcessUsage { memory_bytes: 1, cpu_ms: 1500, ..ProcessUsage::default() };
     let usage = Usage {
         memory_total_bytes: u64::MAX,
@@ -162,7 +162,7 @@ pub(crate) fn sample() -> Vm {
         agent: Some(process()).into(),
         ..Usage::default()
     };
-    Vm { namespace: "shop".to_owned(), pod: "web".to_owned(), is_linked: true, usage }
+    RunningVm { namespace: "shop".to_owned(), pod: "web".to_owned(), is_linked: true, usage }
 }
 
 #[cfg(test)]

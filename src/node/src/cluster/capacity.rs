@@ -21,7 +21,7 @@ use tracing::{debug, info, warn};
 
 use super::calls::{Calls, unencodable};
 use super::config::ClusterConfig;
-use super::health::{Shown, status_of};
+use super::health::{ReadyCondition, status_of};
 
 /// The Node's annotation that names the owner of the capacity; the key of the replaced system.
 pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
@@ -305,7 +305,7 @@ impl Capacity {
         match self.patch_status("remove the capacity of", self.removal(&self.owner)).await {
             Ok(_) => {
                 // The capacity is gone; a condition that is not written is no fault of that.
-                if let Err(error) = self.write_condition(&Shown::stopped()).await {
+                if let Err(error) = self.write_condition(&ReadyCondition::stopped()).await {
                     warn!(%error, "cannot show on the Node that peerpod-node stops");
                 }
                 Ok(true)

@@ -68,23 +68,23 @@ impl Offer {
 
 /// State of the condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Shown {
+pub(super) struct ReadyCondition {
     ready: bool,
     reason: &'static str,
     message: String,
 }
 
-impl Shown {
+impl ReadyCondition {
     /// State of a node whose daemon ends.
-    pub(super) fn stopped() -> Shown {
+    pub(super) fn stopped() -> ReadyCondition {
         let message = "peerpod-node has stopped: no pod can start; running pods go on".to_owned();
-        Shown { ready: false, reason: "DaemonStopped", message }
+        ReadyCondition { ready: false, reason: "DaemonStopped", message }
     }
 
-    fn of(offered: bool, waiting: &BTreeMap<String, String>) -> Shown {
+    fn of(offered: bool, waiting: &BTreeMap<String, String>) -> ReadyCondition {
         if offered {
             let message = "the provider and peerpod-relay work".to_owned();
-            return Shown { ready: true, reason: "Ready", message };
+            return ReadyCondition { ready: true, reason: "Ready", message };
         }
         let reason = match waiting.keys().next().map(String::as_str) {
             Some(name) if name.starts_with("provider") => "ProviderRefuses",
@@ -93,7 +93,7 @@ impl Shown {
             None => "Returning",
         };
         let causes: Vec<&str> = waiting.values().map(String::as_str).collect();
-        Shown { ready: false, reason, message: clipped(&causes.join("; "), MOST_TEXT).to_owned() }
+        ReadyCondition { ready: false, reason, message: clipped(&causes.join("; "), MOST_TEXT).to_owned() }
     }
 }
 
@@ -101,7 +101,7 @@ impl Shown {
 #[derive(Clone, Debug, Default)]
 struct Wanted {
     /// `None`: the offer is not known yet.
-    shown: Option<Shown>,
+    shown: Option<ReadyCondition>,
     /// Latest change of the offer, with its number.
     change: Option<(u64, Change)>,
 }
@@ -116,7 +116,7 @@ struct Change {
 }
 
 impl Change {
-    fn of(shown: &Shown) -> Change {
+    fn of(shown: &ReadyCondition) -> Change {
         let reason = if shown.ready { "CapacityRestored" } else { "CapacityWithdrawn" };
         Change { reason, is_normal: shown.ready, message: shown.message.clone(), at: Timestamp::now() }
     }
@@ -145,7 +145,7 @@ async fn sample(
         let before = offer.offered;
         let changed = offer.step(waiting.is_empty(), Instant::now());
         if let Some(offered) = offer.offered {
-            let shown = Shown::of(offered, &waiting);
+            let shown = ReadyCondition::of(offered, &waiting);
             want.send_modify(|wanted| {
                 // The text of a withheld offer stays while the node returns.
                 if shown.reason != "Returning" {
@@ -171,7 +171,7 @@ async fn sample(
 /// State that the Node shows.
 #[derive(Default)]
 struct Written {
-    shown: Option<(Shown, Instant)>,
+    shown: Option<(ReadyCondition, Instant)>,
     change: Option<u64>,
     /// Event about an outage of the API server that is over.
     outage: Option<Change>,
@@ -229,13 +229,13 @@ async fn write_once(capacity: &Capacity, wanted: Wanted, written: &mut Written) 
 
 impl Capacity {
     /// Writes the condition, unless the capacity is being given back.
-    async fn show(&self, shown: &Shown) -> Result<(), Error> {
+    async fn show(&self, shown: &ReadyCondition) -> Result<(), Error> {
         let closed = self.closed.lock().await;
         if *closed { Ok(()) } else { self.write_condition(shown).await }
     }
 
     /// Writes the condition. The time of its transition changes with its status alone.
-    pub(super) async fn write_condition(&self, shown: &Shown) -> Result<(), Error> {
+    pub(super) async fn write_condition(&self, shown: &ReadyCondition) -> Result<(), Error> {
         let node = self.node().await?;
         let (now, status) = (Timestamp::now(), if shown.ready { "True" } else { "False" });
         let mut condition = json!({
@@ -340,11 +340,12 @@ mod tests {
 
     #[test]
     fn the_condition_names_the_cause() {
-        let shown = |name: &str, why: &str| Shown::of(false, &[(name.to_owned(), why.to_owned())].into());
+        let shown =
+            |name: &str, why: &str| ReadyCondition::of(false, &[(name.to_owned(), why.to_owned())].into());
         assert_eq!(shown("provider", "allow ec2:CreateFleet").reason, "ProviderRefuses");
         assert_eq!(shown("provider-connection", "no libvirtd").message, "no libvirtd");
         assert_eq!(shown("relay", "away").reason, "RelayAway");
         assert_eq!(shown("relay", &"ä".repeat(MOST_TEXT)).message.len(), MOST_TEXT);
-        assert!(Shown::of(true, &BTreeMap::new()).ready);
+        assert!(ReadyCondition::of(true, &BTreeMap::new()).ready);
     }
 }

@@ -30,7 +30,7 @@ const RETRY: Duration = Duration::from_secs(1);
 const MOST: usize = 256;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct KnownPod {
     pub uid: String,
     pub namespace: String,
     pub name: String,
@@ -53,7 +53,7 @@ pub(crate) struct Reflector {
 
 #[derive(Default)]
 struct State {
-    pods: HashMap<(String, String), Vec<Found>>,
+    pods: HashMap<(String, String), Vec<KnownPod>>,
     /// Sandboxes by the UID of the pod that they have taken.
     taken: HashMap<String, SandboxId>,
     /// UIDs that the list in progress has named.
@@ -62,14 +62,14 @@ struct State {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Look {
-    Found(Found),
+    Found(KnownPod),
     /// A pod has the name, but it may not be the pod that is meant.
     Doubtful,
     Unknown,
 }
 
 impl State {
-    fn apply(&mut self, found: Found) {
+    fn apply(&mut self, found: KnownPod) {
         if let Some(listed) = &mut self.listed {
             listed.insert(found.uid.clone());
         }
@@ -106,7 +106,7 @@ impl State {
     }
 
     /// Returns the newest pod of this name; of those made in the same second, the one that was seen last.
-    fn newest(&self, namespace: &str, name: &str, terminating: bool) -> Option<&Found> {
+    fn newest(&self, namespace: &str, name: &str, terminating: bool) -> Option<&KnownPod> {
         let pods = self.pods.get(&(namespace.to_owned(), name.to_owned()))?;
         pods.iter().filter(|pod| pod.terminating == terminating).max_by_key(|pod| pod.created)
     }
@@ -129,7 +129,7 @@ impl Reflector {
     }
 
     /// Returns the newest pod of this name that is not terminating, or else the newest one.
-    pub(crate) fn newest(&self, namespace: &str, name: &str) -> Option<Found> {
+    pub(crate) fn newest(&self, namespace: &str, name: &str) -> Option<KnownPod> {
         let state = self.state.lock();
         let live = state.newest(namespace, name, false);
         live.or_else(|| state.newest(namespace, name, true)).cloned()
@@ -204,7 +204,7 @@ impl Reflector {
     }
 
     /// Asks the API server for the one pod of this name that is on this node now.
-    async fn ask(&self, namespace: &str, name: &str) -> Option<Found> {
+    async fn ask(&self, namespace: &str, name: &str) -> Option<KnownPod> {
         let pods: Api<Pod> = Api::namespaced(self.calls.client.clone(), namespace);
         let only = ListParams::default().fields(&format!("metadata.name={name},spec.nodeName={}", self.node));
         let listed =
@@ -219,7 +219,7 @@ impl Reflector {
     }
 
     /// Returns the pod that this sandbox is made for, once it is known. The wait may be dropped.
-    pub(super) async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found {
+    pub(super) async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> KnownPod {
         let mut news = self.news.subscribe();
         loop {
             news.borrow_and_update();
@@ -246,10 +246,10 @@ impl Reflector {
 }
 
 /// Reads the fields that are kept; `None`: the pod has no identity.
-fn read(pod: &Pod) -> Option<Found> {
+fn read(pod: &Pod) -> Option<KnownPod> {
     let meta = &pod.metadata;
     let secrets = pod.spec.as_ref().and_then(|spec| spec.image_pull_secrets.as_deref()).unwrap_or_default();
-    Some(Found {
+    Some(KnownPod {
         uid: meta.uid.clone()?,
         namespace: meta.namespace.clone()?,
         name: meta.name.clone()?,

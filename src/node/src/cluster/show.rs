@@ -26,7 +26,7 @@ pub(crate) struct About {
 
 /// Desired PeerPod of one sandbox.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Shown {
+pub(crate) struct DesiredPeerPod {
     pub sandbox: SandboxId,
     pub namespace: String,
     /// Name and UID of the pod.
@@ -40,9 +40,9 @@ pub(crate) struct Shown {
     pub status: PeerPodStatus,
 }
 
-impl Shown {
+impl DesiredPeerPod {
     /// Derives the view of this record; `None`: the record names no pod.
-    pub(crate) fn of(record: &Record, about: &About, now_ms: u64) -> Option<Shown> {
+    pub(crate) fn of(record: &Record, about: &About, now_ms: u64) -> Option<DesiredPeerPod> {
         let pod = record.pod.as_ref()?;
         let vm = record.phase.vm();
         let spec = PeerPodSpec {
@@ -66,7 +66,7 @@ impl Shown {
             conditions: vec![created(record, vm, now_ms), ready(record, now_ms)],
             observed_generation: None,
         };
-        Some(Shown {
+        Some(DesiredPeerPod {
             sandbox: record.id.clone(),
             namespace: pod.namespace.clone(),
             pod: pod.name.clone(),

@@ -26,7 +26,7 @@ use super::calls::{AWAY, Calls, is_away};
 use super::capacity::patch;
 use super::pods::Reflector;
 use super::queue::{Done, Queue};
-use super::show::Shown;
+use super::show::DesiredPeerPod;
 use crate::metrics::Metrics;
 use crate::sandbox::phase::MAX_ATTEMPTS;
 use crate::spec::PodRef;
@@ -93,7 +93,7 @@ impl Recorded {
 }
 
 /// Desired object; `None`: the VM is gone, so the object must go.
-type Update = Option<Arc<Shown>>;
+type Update = Option<Arc<DesiredPeerPod>>;
 
 /// Progress of an object towards its desired state, as far as this process knows.
 #[derive(Clone, Default)]
@@ -132,7 +132,7 @@ impl Writer {
     }
 
     /// Sets the state to show from now on. The returned future completes when it is written, and may be dropped.
-    pub(super) fn want(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
+    pub(super) fn want(&self, shown: DesiredPeerPod) -> impl Future<Output = ()> + Send + use<> {
         let key = (shown.namespace.clone(), shown.name.clone());
         let update = (!shown.is_gone).then(|| Arc::new(shown));
         let wait = Announced { writer: self.clone(), key: key.clone() };
@@ -252,14 +252,19 @@ impl Writer {
         Api::namespaced(self.0.calls.client.clone(), namespace)
     }
 
-    async fn patch(&self, shown: &Shown, how: &PatchParams, patch: Patch<Value>) -> Result<PeerPod, Error> {
+    async fn patch(
+        &self,
+        shown: &DesiredPeerPod,
+        how: &PatchParams,
+        patch: Patch<Value>,
+    ) -> Result<PeerPod, Error> {
         let (api, what) =
             (self.api(&shown.namespace), format!("write PeerPod {}/{}", shown.namespace, shown.name));
         self.0.calls.call("apply", what, api.patch(&shown.name, how, &patch)).await
     }
 
     /// Writes the object of a live sandbox; makes it if it is missing.
-    async fn keep(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
+    async fn keep(&self, shown: &DesiredPeerPod, memory: &mut Memory) -> Result<Done, Error> {
         let uid = self.owner(shown, memory).await;
         let body = object(shown, uid.as_deref());
         let digest = digest(&body.to_string());
@@ -280,7 +285,7 @@ impl Writer {
     }
 
     /// Updates the object of a stopping sandbox, if it exists.
-    async fn follow(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
+    async fn follow(&self, shown: &DesiredPeerPod, memory: &mut Memory) -> Result<Done, Error> {
         // The VM may have become known after the stop; a controller that has to delete it needs its id.
         if let Some(instance) = &shown.spec.instance_id {
             let digest = digest(&format!("leaving {instance}"));
@@ -299,7 +304,7 @@ impl Writer {
     }
 
     /// Returns the UID of the pod that owns the object.
-    async fn owner(&self, shown: &Shown, memory: &mut Memory) -> Option<String> {
+    async fn owner(&self, shown: &DesiredPeerPod, memory: &mut Memory) -> Option<String> {
         if let Some(uid) = shown.uid.clone().or_else(|| memory.uid.clone()) {
             return Some(uid);
         }
@@ -311,7 +316,7 @@ impl Writer {
     }
 
     /// Writes the status. Returns whether the object exists.
-    async fn status(&self, shown: &Shown, memory: &mut Memory) -> Result<bool, Error> {
+    async fn status(&self, shown: &DesiredPeerPod, memory: &mut Memory) -> Result<bool, Error> {
         let digest = digest(&gist(&shown.status));
         if memory.status == Some(digest) {
             return Ok(true);
@@ -411,7 +416,7 @@ impl Drop for Announced {
 }
 
 /// Returns the object's fields that this program owns, without the status.
-fn object(shown: &Shown, uid: Option<&str>) -> Value {
+fn object(shown: &DesiredPeerPod, uid: Option<&str>) -> Value {
     // It does not delay its pod's deletion: the node removes the VM, or the finalizer makes the controller do it.
     let owner = |uid| json!({"apiVersion": "v1", "kind": "Pod", "name": shown.pod, "uid": uid, "controller": true, "blockOwnerDeletion": false});
     let owners: Vec<Value> = uid.map(owner).into_iter().collect();

@@ -259,13 +259,13 @@ fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     let whole =
         |trust: &Trust, pins: &[[u8; 32]], identity: &Pair| shake_with(trust, pins, Some(copy(identity)));
 
-    assert_eq!(step(&mut trust), Stage::Announced);
+    assert_eq!(step(&mut trust), RotationStage::Announced);
     assert_eq!(trust.ca_sha256().len(), 2);
     shake_with(&trust, &born_before, None).unwrap();
     whole(&trust, &born_before, &old).unwrap();
     let told = trust.ca_sha256();
 
-    assert_eq!(step(&mut trust), Stage::Overlap);
+    assert_eq!(step(&mut trust), RotationStage::Overlap);
     assert_eq!(trust.ca_sha256(), told);
     shake_with(&trust, &born_before, None).unwrap();
     whole(&trust, &told, &old).unwrap();
@@ -273,7 +273,7 @@ fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     whole(&trust, &told, &new).unwrap();
     whole(&trust, &born_before, &new).unwrap();
 
-    assert_eq!(step(&mut trust), Stage::Stable);
+    assert_eq!(step(&mut trust), RotationStage::Stable);
     whole(&trust, &told, &new).unwrap();
     whole(&trust, &trust.ca_sha256(), &new).unwrap();
     assert!(whole(&trust, &told, &old).is_err(), "the old CA is forgotten");
@@ -289,7 +289,7 @@ fn a_rotation_that_cannot_be_written_is_not_applied() {
     std::fs::remove_file(dir.0.join("ca.json")).unwrap();
     std::fs::create_dir_all(dir.0.join("ca.json/x")).unwrap();
     assert!(trust.rotate(SystemTime::now()).is_err());
-    assert_eq!((trust.ca_sha256(), trust.stage()), (pins, Stage::Stable));
+    assert_eq!((trust.ca_sha256(), trust.stage()), (pins, RotationStage::Stable));
 }
 
 #[test]

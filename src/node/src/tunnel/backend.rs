@@ -38,7 +38,7 @@ pub(super) struct VmPath {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Connected {
+pub(super) struct ConnectedTunnel {
     pub(super) sandbox: String,
     pub(super) reserved: Reserved,
     pub(super) vm: IpAddr,
@@ -64,7 +64,7 @@ pub(super) trait Backend: Debug + Send + Sync {
     fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error>;
 
     /// Admits only the VM's packets with the sandbox's VNIs, before the devices are up. Its earlier address is out.
-    fn admit(&self, connected: &Connected) -> Result<(), Error>;
+    fn admit(&self, connected: &ConnectedTunnel) -> Result<(), Error>;
 
     /// Reverts [`Backend::admit`]: by the reservation or, where that was never recorded, by the VM's address.
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error>;
@@ -75,10 +75,10 @@ pub(super) trait Backend: Debug + Send + Sync {
     }
 
     /// Admits exactly these sandboxes and `stay`, at a daemon's start. Returns the number of others dismissed.
-    fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error>;
+    fn reconcile(&self, connected: &[ConnectedTunnel], stay: &[Peer]) -> Result<usize, Error>;
 
     /// Returns the node's end for the guest's plan.
-    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay;
+    fn underlay(&self, connected: &ConnectedTunnel, path: &VmPath) -> Underlay;
 
     /// Adds this kind's fields to the plan. Fails with [`Error::Path`] while the guest could not find the node yet.
     fn finish(&self, _plan: &mut NetworkPlan, _path: &VmPath) -> Result<(), Error> {

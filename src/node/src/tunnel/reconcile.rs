@@ -11,7 +11,7 @@ use peerpod_podnet::mark::Owner;
 use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::nft::Peer;
 
-use super::backend::Connected;
+use super::backend::ConnectedTunnel;
 use super::{Reserved, Tunnel, TunnelKind};
 
 /// Threads that sweep namespaces. Deleting a device waits 20 ms for the kernel, most of it without a lock.
@@ -78,7 +78,8 @@ impl Tunnel {
         done.sandboxes.sort();
         done.sandboxes.dedup();
         for (kind, backend) in self.0.backends.all() {
-            let connected: Vec<Connected> = live.iter().filter_map(|live| connected(live, kind)).collect();
+            let connected: Vec<ConnectedTunnel> =
+                live.iter().filter_map(|live| connected(live, kind)).collect();
             let stay = if kind == TunnelKind::Vxlan { stay.as_slice() } else { &[] };
             match backend.reconcile(&connected, stay) {
                 Ok(removed) => done.elements += removed,
@@ -89,9 +90,9 @@ impl Tunnel {
     }
 }
 
-fn connected(live: &Live, kind: TunnelKind) -> Option<Connected> {
+fn connected(live: &Live, kind: TunnelKind) -> Option<ConnectedTunnel> {
     let reserved = live.reserved.clone().filter(|reserved| reserved.kind == kind)?;
-    Some(Connected { sandbox: live.sandbox.clone(), reserved, vm: live.vm? })
+    Some(ConnectedTunnel { sandbox: live.sandbox.clone(), reserved, vm: live.vm? })
 }
 
 fn sweep_all(owner: Owner, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, Result<Swept, Vec<Error>>)> {

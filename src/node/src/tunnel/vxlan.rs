@@ -10,7 +10,7 @@ use peerpod_podnet::tunnel;
 use peerpod_podnet::vxlan::{Shape, probe};
 
 use super::anti_spoof::AntiSpoof;
-use super::backend::{Backend, Connected, Host, VmPath};
+use super::backend::{Backend, ConnectedTunnel, Host, VmPath};
 use super::{Reserved, TunnelConfig};
 
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Vxlan {
     }
 }
 
-fn peers(connected: &Connected) -> Vec<Peer> {
+fn peers(connected: &ConnectedTunnel) -> Vec<Peer> {
     connected.reserved.devices.iter().map(|device| Peer { address: connected.vm, vni: device.vni }).collect()
 }
 
@@ -58,7 +58,7 @@ impl Backend for Vxlan {
         Ok(VmPath { remote: vm, local: path.source, node: path.source, mtu: path.mtu })
     }
 
-    fn admit(&self, connected: &Connected) -> Result<(), Error> {
+    fn admit(&self, connected: &ConnectedTunnel) -> Result<(), Error> {
         let Some(anti_spoof) = &self.anti_spoof else { return Ok(()) };
         anti_spoof.admit(&connected.sandbox, connected.reserved.port, &peers(connected))
     }
@@ -74,9 +74,9 @@ impl Backend for Vxlan {
         self.anti_spoof.as_ref().map_or(Ok(()), |anti_spoof| anti_spoof.forget(sandbox))
     }
 
-    fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error> {
+    fn reconcile(&self, connected: &[ConnectedTunnel], stay: &[Peer]) -> Result<usize, Error> {
         let Some(anti_spoof) = &self.anti_spoof else { return Ok(0) };
-        let of = |connected: &Connected| {
+        let of = |connected: &ConnectedTunnel| {
             let port = connected.reserved.port;
             peers(connected).into_iter().map(move |peer| (port, peer)).collect::<Vec<_>>()
         };
@@ -85,7 +85,7 @@ impl Backend for Vxlan {
         anti_spoof.reconcile(&all)
     }
 
-    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
+    fn underlay(&self, connected: &ConnectedTunnel, path: &VmPath) -> Underlay {
         Underlay {
             node: path.node,
             vm: Some(connected.vm),

@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::Reserved;
-use super::backend::{Backend, Connected, Host, VmPath};
+use super::backend::{Backend, ConnectedTunnel, Host, VmPath};
 use key::Key;
 
 mod key;
@@ -336,7 +336,7 @@ impl Backend for Wireguard {
         Ok(VmPath { remote: inner.into(), local: NODE_INNER.into(), node, mtu })
     }
 
-    fn admit(&self, connected: &Connected) -> Result<(), Error> {
+    fn admit(&self, connected: &ConnectedTunnel) -> Result<(), Error> {
         let inner = Wireguard::inner_of(&connected.reserved, connected.vm)?;
         let mtu = self.path(&connected.reserved, connected.vm)?.mtu + VXLAN_OVERHEAD;
         let mut routed = self.routed.lock();
@@ -356,14 +356,14 @@ impl Backend for Wireguard {
         Ok(())
     }
 
-    fn reconcile(&self, connected: &[Connected], _stay: &[Peer]) -> Result<usize, Error> {
+    fn reconcile(&self, connected: &[ConnectedTunnel], _stay: &[Peer]) -> Result<usize, Error> {
         for connected in connected {
             self.admit(connected)?;
         }
         Ok(0)
     }
 
-    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
+    fn underlay(&self, connected: &ConnectedTunnel, path: &VmPath) -> Underlay {
         Underlay {
             node: path.local,
             vm: Some(path.remote),

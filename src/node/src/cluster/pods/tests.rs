@@ -1,13 +1,13 @@
 use super::*;
 
-fn pod(uid: &str, second: i64, terminating: bool) -> Found {
-    Found {
+fn pod(uid: &str, second: i64, terminating: bool) -> KnownPod {
+    KnownPod {
         uid: uid.into(),
         namespace: "shop".into(),
         name: "web-0".into(),
         created: Timestamp::from_second(second).ok(),
         terminating,
-        ..Found::default()
+        ..KnownPod::default()
     }
 }
 

@@ -19,14 +19,14 @@ fn vm() -> InstanceId {
     InstanceId::new("vm-1").unwrap()
 }
 
-fn states(shown: &Shown) -> Vec<(String, String)> {
+fn states(shown: &DesiredPeerPod) -> Vec<(String, String)> {
     let conditions = shown.status.conditions.iter();
     conditions.map(|condition| (condition.type_.clone(), condition.status.clone())).collect()
 }
 
 #[test]
 fn an_intent_names_the_key_and_no_vm() {
-    let shown = Shown::of(&record(Phase::Booting { attempt: 0 }), &about(), 5_000).unwrap();
+    let shown = DesiredPeerPod::of(&record(Phase::Booting { attempt: 0 }), &about(), 5_000).unwrap();
     assert_eq!(
         shown.spec.idempotency_key.as_deref(),
         Some(IdempotencyKey::derive("c", "a-sandbox", 0).as_str())
@@ -36,7 +36,7 @@ fn an_intent_names_the_key_and_no_vm() {
     assert_eq!(shown.status.phase, Some(crds::Phase::Created));
     assert_eq!(shown.status.stages[0].took_milliseconds, 100);
     // Until the VM is known, the key does not change with the attempt: a rule of the resource.
-    let again = Shown::of(&record(Phase::Booting { attempt: 3 }), &about(), 5_000).unwrap();
+    let again = DesiredPeerPod::of(&record(Phase::Booting { attempt: 3 }), &about(), 5_000).unwrap();
     assert_eq!(again.spec, shown.spec);
 }
 
@@ -44,7 +44,7 @@ fn an_intent_names_the_key_and_no_vm() {
 fn a_shown_vm_has_the_key_of_its_create() {
     let mut record = record(Phase::Joining { vm: vm() });
     record.wanted.attempt = 2;
-    let shown = Shown::of(&record, &about(), 5_000).unwrap();
+    let shown = DesiredPeerPod::of(&record, &about(), 5_000).unwrap();
     assert_eq!(shown.spec.instance_id.as_deref(), Some("vm-1"));
     assert_eq!(
         shown.spec.idempotency_key.as_deref(),
@@ -65,11 +65,11 @@ fn a_vm_is_shown_with_its_type_zone_market_and_image() {
         image: Some("ami-1".into()),
         price: None,
     });
-    let status = Shown::of(&record, &about(), 5_000).unwrap().status;
+    let status = DesiredPeerPod::of(&record, &about(), 5_000).unwrap().status;
     let shown = [status.instance_type, status.zone, status.market, status.image];
     assert_eq!(shown.map(Option::unwrap), ["m6a.large", "eu-1a", "spot", "ami-1"]);
     record.phase = Phase::Booting { attempt: 0 };
-    assert_eq!(Shown::of(&record, &about(), 5_000).unwrap().status.zone, None, "it has no VM");
+    assert_eq!(DesiredPeerPod::of(&record, &about(), 5_000).unwrap().status.zone, None, "it has no VM");
 }
 
 #[test]
@@ -78,7 +78,8 @@ fn the_same_record_gives_the_same_status_at_any_time() {
     for (stage, at) in [("vm_made", 2_000), ("running", 3_000)] {
         record.reached(stage, at);
     }
-    let (now, later) = (Shown::of(&record, &about(), 5_000), Shown::of(&record, &about(), 500_000));
+    let (now, later) =
+        (DesiredPeerPod::of(&record, &about(), 5_000), DesiredPeerPod::of(&record, &about(), 500_000));
     assert_eq!(now, later);
     assert_eq!(now.unwrap().status.phase, Some(crds::Phase::Running));
 }
@@ -87,10 +88,10 @@ fn the_same_record_gives_the_same_status_at_any_time() {
 fn a_failure_is_shown_with_its_cause_cut_to_size() {
     let mut record = record(Phase::Leaving { vm: None });
     (record.end.failed, record.end.cause) = (true, Some("q".repeat(5_000)));
-    let shown = Shown::of(&record, &about(), 5_000).unwrap();
+    let shown = DesiredPeerPod::of(&record, &about(), 5_000).unwrap();
     assert!(!shown.is_live);
     assert!(shown.status.conditions.iter().all(|condition| condition.reason == "Failed"));
     assert_eq!(shown.status.conditions[0].message.len(), MOST_TEXT);
     record.pod = None;
-    assert!(Shown::of(&record, &about(), 5_000).is_none());
+    assert!(DesiredPeerPod::of(&record, &about(), 5_000).is_none());
 }
