@@ -23,7 +23,8 @@ use peerpod_common::unix_socket::{self, Bound};
 use prometheus_client::registry::Registry;
 use serde::Serialize;
 
-pub use answers::{Detail, NetworkDetail, NodeStatus, Orphan, RelayStatus, Sandbox, Stage};
+pub use crate::ledger::Stage;
+pub use answers::{Detail, NetworkDetail, NodeStatus, Orphan, RelayStatus, Sandbox, VmDetail};
 
 use crate::config::NodeConfig;
 use crate::preflight::PreflightFacts;

@@ -16,10 +16,10 @@ pub(crate) use batch::{BATCH_VERSION, Batch, Member, Rest};
 pub(crate) use disk::{Ledger, Loaded, Quarantined};
 pub(crate) use inbox::{Inbox, Note};
 use peerpod_common::blocking::Interrupted;
-pub use record::Record;
 pub(crate) use record::{
-    Binding, Enrolment, MAX_FILE, NetnsRef, Network, RecordEnd, VERSION, WantedVm, batch_key,
+    Binding, Enrolment, MAX_FILE, NetnsRef, Network, RecordEnd, StartTrace, VERSION, WantedVm, batch_key,
 };
+pub use record::{Record, Stage};
 
 /// Error of a ledger operation. The text names the file and reaches the user of the call.
 #[derive(Debug, thiserror::Error)]

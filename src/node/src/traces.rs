@@ -124,7 +124,7 @@ pub(crate) fn traceparent(text: &str) -> Option<String> {
 
 /// Builds the spans of a start; `None`: there are no random numbers for their ids.
 fn spans(record: &Record, now_ms: u64, guest: &[StageTime], failure: Option<&str>) -> Option<Value> {
-    let parent: Option<Vec<&str>> = record.traceparent.as_ref().map(|text| text.split('-').collect());
+    let parent: Option<Vec<&str>> = record.trace.parent.as_ref().map(|text| text.split('-').collect());
     let (trace, parent) = match parent.as_deref() {
         Some([_, trace, span, _]) => ((*trace).to_owned(), (*span).to_owned()),
         _ => (id::<16>()?, String::new()),
@@ -145,7 +145,7 @@ fn spans(record: &Record, now_ms: u64, guest: &[StageTime], failure: Option<&str
         start["status"] = json!({"code": 2, "message": one_line(why, MOST_TEXT)});
     }
     let (mut all, mut before) = (vec![start], begin);
-    for stage in &record.stages {
+    for stage in &record.trace.stages {
         let at = begin.saturating_add(stage.at_ms).max(before);
         let kind = if OF_PROVIDER.contains(&stage.name.as_str()) { CLIENT } else { INTERNAL };
         all.push(span(&root, &stage.name, kind, nanos(before), nanos(at))?.1);
@@ -204,7 +204,7 @@ mod tests {
     fn record() -> Record {
         let mut record = Record::tombstone("a".parse().unwrap(), 10_000);
         record.phase = Phase::Running { vm: InstanceId::new("i-1").unwrap() };
-        record.traceparent = traceparent(PARENT);
+        record.trace.parent = traceparent(PARENT);
         for (stage, at) in [("recorded", 10_000), ("vm_made", 12_000), ("running", 18_000)] {
             record.reached(stage, at);
         }

@@ -68,7 +68,8 @@ impl Vm {
     }
 
     fn of_detail(detail: Detail, node: &NodeStatus) -> Vm {
-        let Detail { sandbox, uid, attempt, addresses, network, volumes, guest_address, stages, .. } = detail;
+        let Detail { sandbox, uid, attempt, addresses, network, volumes, vm, guest_address, stages, .. } =
+            detail;
         let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
         let guest = match (detail.guest_connected, guest_address) {
             (true, Some(address)) => format!("connected from {address}"),
@@ -88,11 +89,11 @@ impl Vm {
             ("mtu", mtu(network.pod_mtu, network.path_mtu)),
             ("path", network.path_fault),
             ("volumes", Some(volumes.join(", "))),
-            ("type", detail.instance_type),
-            ("zone", detail.zone),
-            ("market", detail.market),
-            ("price", detail.price.map(price)),
-            ("image", detail.image),
+            ("type", vm.instance_type),
+            ("zone", vm.zone),
+            ("market", vm.market),
+            ("price", vm.price.map(price)),
+            ("image", vm.image),
             ("guest", Some(guest)),
             ("gone", detail.gone_ms.and_then(time).map(|at| at.to_string())),
         ];

@@ -10,7 +10,7 @@ use protobuf::Message;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::ledger::Record;
+use crate::ledger::{Record, Stage};
 use crate::ports::recorded;
 use crate::sandbox::View;
 use crate::sandbox::ports::Guest;
@@ -99,15 +99,6 @@ impl Sandbox {
     }
 }
 
-/// A stage of a start.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stage {
-    /// Its name, as in the node's metrics.
-    pub name: String,
-    /// Time at which it was reached, ms after CreateVM was accepted.
-    pub at_ms: u64,
-}
-
 /// One sandbox with the facts of its record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Detail {
@@ -125,19 +116,9 @@ pub struct Detail {
     pub network: NetworkDetail,
     /// Ids of the pod's CSI volumes.
     pub volumes: Vec<String>,
-    /// The VM's type, as the provider chose it; until then the wanted one.
-    pub instance_type: Option<String>,
-    /// The VM's zone, if the provider has zones.
-    #[serde(default)]
-    pub zone: Option<String>,
-    /// The VM's pricing model, if the provider has several.
-    #[serde(default)]
-    pub market: Option<String>,
-    /// The VM's price per hour when it was made, in millionths of the currency of the provider's prices.
-    #[serde(default)]
-    pub price: Option<u64>,
-    /// The VM's image, as the provider chose it; until then the wanted one, if it is not the configured one.
-    pub image: Option<String>,
+    /// Properties of the VM.
+    #[serde(flatten)]
+    pub vm: VmDetail,
     /// Whether the guest has a link to the relay.
     pub guest_connected: bool,
     /// Source address of its last connection.
@@ -153,9 +134,6 @@ pub struct Detail {
 
 impl Detail {
     pub(crate) fn of(record: &Record, guest: &Guest, faults: &[String]) -> Detail {
-        let request = record.wanted.request.as_ref();
-        let chosen = record.offering().unwrap_or_default();
-        let stages = record.stages.iter();
         let volumes = record.volumes.iter().flat_map(|volumes| &volumes.volumes);
         Detail {
             sandbox: Sandbox::of(&View::of(record, false)),
@@ -164,16 +142,42 @@ impl Detail {
             addresses: record.addresses.clone(),
             network: NetworkDetail::of(record, guest),
             volumes: volumes.map(|one| one.volume.id.as_str().to_owned()).collect(),
+            vm: VmDetail::of(record),
+            guest_connected: guest.connected,
+            guest_address: guest.address,
+            stages: record.trace.stages.clone(),
+            faults: faults.to_vec(),
+            gone_ms: record.end.gone_ms,
+        }
+    }
+}
+
+/// Properties of a sandbox's VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct VmDetail {
+    /// The VM's type, as the provider chose it; until then the wanted one.
+    pub instance_type: Option<String>,
+    /// The VM's zone, if the provider has zones.
+    pub zone: Option<String>,
+    /// The VM's pricing model, if the provider has several.
+    pub market: Option<String>,
+    /// The VM's price per hour when it was made, in millionths of the currency of the provider's prices.
+    pub price: Option<u64>,
+    /// The VM's image, as the provider chose it; until then the wanted one, if it is not the configured one.
+    pub image: Option<String>,
+}
+
+impl VmDetail {
+    fn of(record: &Record) -> VmDetail {
+        let request = record.wanted.request.as_ref();
+        let chosen = record.offering().unwrap_or_default();
+        VmDetail {
             instance_type: chosen.instance_type.or_else(|| request?.instance_type.clone()),
             zone: chosen.zone,
             market: chosen.market.map(|market| market.word().to_owned()),
             price: chosen.price,
             image: chosen.image.or_else(|| request?.image.clone()),
-            guest_connected: guest.connected,
-            guest_address: guest.address,
-            stages: stages.map(|stage| Stage { name: stage.name.clone(), at_ms: stage.at_ms }).collect(),
-            faults: faults.to_vec(),
-            gone_ms: record.end.gone_ms,
         }
     }
 }

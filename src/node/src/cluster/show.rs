@@ -100,7 +100,7 @@ fn phase(record: &Record) -> crds::Phase {
 fn stages(record: &Record) -> Vec<crds::Stage> {
     let mut before = 0;
     let mut stages = Vec::new();
-    for stage in record.stages.iter().take(MOST_STAGES) {
+    for stage in record.trace.stages.iter().take(MOST_STAGES) {
         let took = stage.at_ms.saturating_sub(before);
         before = stage.at_ms;
         stages.push(crds::Stage {

@@ -60,12 +60,9 @@ pub struct Record {
     /// The end, as far as it is known.
     #[serde(flatten)]
     pub end: RecordEnd,
-    /// Stages that were reached, with their times.
-    #[serde(default)]
-    pub stages: Vec<Stage>,
-    /// W3C `traceparent` of CreateVM, if its caller records a trace.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub traceparent: Option<String>,
+    /// Times of its start, and the trace to which they belong.
+    #[serde(flatten)]
+    pub trace: StartTrace,
 }
 
 /// The VM that a sandbox requests.
@@ -174,6 +171,17 @@ pub struct Binding {
     pub from: Option<IpAddr>,
 }
 
+/// Times of a start, and the trace to which they belong.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct StartTrace {
+    /// Stages that were reached, with their times.
+    #[serde(default)]
+    pub stages: Vec<Stage>,
+    /// W3C `traceparent` of CreateVM, if its caller records a trace.
+    #[serde(default, rename = "traceparent", skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+}
+
 /// Stage that a sandbox reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stage {
@@ -215,8 +223,7 @@ impl Record {
                 gone_ms: Some(now_ms),
                 flush_over: false,
             },
-            stages: Vec::new(),
-            traceparent: None,
+            trace: StartTrace::default(),
         }
     }
 
@@ -227,15 +234,17 @@ impl Record {
             created_ms: self.created_ms,
             started: self.started,
             end: RecordEnd { gone_ms: Some(now_ms), ..std::mem::take(&mut self.end) },
-            stages: std::mem::take(&mut self.stages),
+            trace: StartTrace { stages: std::mem::take(&mut self.trace.stages), parent: None },
             ..Record::tombstone(self.id.clone(), now_ms)
         };
     }
 
     /// Records that a stage was reached; the first time counts.
     pub(crate) fn reached(&mut self, name: &str, now_ms: u64) {
-        if !self.stages.iter().any(|stage| stage.name == name) {
-            self.stages.push(Stage { name: name.into(), at_ms: now_ms.saturating_sub(self.created_ms) });
+        if !self.trace.stages.iter().any(|stage| stage.name == name) {
+            self.trace
+                .stages
+                .push(Stage { name: name.into(), at_ms: now_ms.saturating_sub(self.created_ms) });
         }
     }
 
@@ -261,12 +270,12 @@ impl Record {
     /// Returns all stages with their times, for a log line.
     pub(crate) fn stages_text(&self) -> String {
         let texts: Vec<String> =
-            self.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
+            self.trace.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
         texts.join(" ")
     }
 
     /// Returns the time at which a stage was reached, ms after CreateVM.
     pub(crate) fn stage(&self, name: &str) -> Option<u64> {
-        self.stages.iter().find(|stage| stage.name == name).map(|stage| stage.at_ms)
+        self.trace.stages.iter().find(|stage| stage.name == name).map(|stage| stage.at_ms)
     }
 }

@@ -79,7 +79,7 @@ fn version_1_records_survive_a_round_trip() {
     assert_eq!(running.addresses, ["10.99.0.7".parse::<IpAddr>().unwrap(), "fd99::7".parse().unwrap()]);
     assert_eq!(running.enrolment.binding.as_ref().unwrap().certificates_sha256, ["bb", "cc"]);
     // Fields that were added later have their defaults.
-    assert!(get("web-2").end.failed && get("web-2").stages.is_empty());
+    assert!(get("web-2").end.failed && get("web-2").trace.stages.is_empty());
     assert_eq!(get("web-3").end.gone_ms, Some(1_763_630_000_000));
     for record in &loaded.records {
         ledger.save(record).unwrap();

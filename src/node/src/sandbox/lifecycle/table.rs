@@ -19,7 +19,7 @@ use tracing::{Instrument, debug, error, info, info_span, warn};
 use state::State;
 pub(crate) use state::{Entry, Running};
 
-use crate::ledger::{Enrolment, NetnsRef, Record, RecordEnd, VERSION, WantedVm};
+use crate::ledger::{Enrolment, NetnsRef, Record, RecordEnd, StartTrace, VERSION, WantedVm};
 use crate::metrics::Metrics;
 use crate::sandbox::Settings;
 use crate::sandbox::error::{ClaimRefused, Error, Granted};
@@ -377,7 +377,7 @@ impl Sandboxes {
                 gpus,
                 chosen: None,
             },
-            traceparent: wanted.traceparent,
+            trace: StartTrace { parent: wanted.traceparent, ..StartTrace::default() },
             volumes,
             enrolment: Enrolment { ticket: Some(ticket), trust, ..Enrolment::default() },
             end: RecordEnd::default(),

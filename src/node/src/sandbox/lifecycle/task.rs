@@ -534,9 +534,9 @@ impl Task {
 
     /// Notes that a stage was reached, the first time only. The next durable change includes it; a failed one leaves it.
     pub(crate) fn reached(&mut self, stage: &str) {
-        let before = self.record.stages.len();
+        let before = self.record.trace.stages.len();
         self.record.reached(stage, self.ports.clock.now_ms());
-        if let Some(stage) = self.record.stages.get(before) {
+        if let Some(stage) = self.record.trace.stages.get(before) {
             self.start.hangs = None;
             self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
