@@ -1,9 +1,9 @@
 //! Implements a CA that is kept in a Secret: made once, rotated before it ends, with old and new CA trusted side by
 //! side.
 //!
-//! [`State`] is the stored state and its changes over time, pure; [`maintainer`] stores it in the API server. The webhook's
-//! certificates and the secrets service use it. Private keys are wiped from memory on drop, as far as the libraries
-//! allow. May touch: nothing but random numbers.
+//! [`StoredCas`] is the stored state and its changes over time, pure; [`maintainer`] stores it in the API server. The
+//! webhook's certificates and the secrets service use it. Private keys are wiped from memory on drop, as far as the
+//! libraries allow. May touch: nothing but random numbers.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -47,7 +47,7 @@ pub(crate) struct Policy {
 
 /// All known CAs, oldest first, in the stored form.
 #[derive(Clone, Serialize, Deserialize)]
-pub(crate) struct State {
+pub(crate) struct StoredCas {
     version: u32,
     cas: Vec<Ca>,
 }
@@ -65,23 +65,23 @@ struct Ca {
     published: Option<u64>,
 }
 
-impl fmt::Debug for State {
+impl fmt::Debug for StoredCas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ends: Vec<u64> = self.cas.iter().map(|ca| ca.not_after).collect();
-        f.debug_struct("State").field("not_after", &ends).finish_non_exhaustive()
+        f.debug_struct("StoredCas").field("not_after", &ends).finish_non_exhaustive()
     }
 }
 
-impl Default for State {
-    fn default() -> State {
-        State { version: VERSION, cas: Vec::new() }
+impl Default for StoredCas {
+    fn default() -> StoredCas {
+        StoredCas { version: VERSION, cas: Vec::new() }
     }
 }
 
-impl State {
-    pub(crate) fn read(bytes: &[u8]) -> Result<State> {
+impl StoredCas {
+    pub(crate) fn read(bytes: &[u8]) -> Result<StoredCas> {
         // The text of serde's error could repeat a part of a key.
-        let state: State = serde_json::from_slice(bytes).map_err(|why| {
+        let state: StoredCas = serde_json::from_slice(bytes).map_err(|why| {
             unusable(format!("line {} column {}: no JSON of our form", why.line(), why.column()))
         })?;
         if state.version != VERSION {
@@ -153,7 +153,7 @@ impl State {
         cas.into_iter().map(|(_, ca)| ca.certificate.as_str()).collect()
     }
 
-    /// Returns the CA that signs at `now`. There is one after [`State::advance`].
+    /// Returns the CA that signs at `now`. There is one after [`StoredCas::advance`].
     pub(crate) fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Authority> {
         let signs = self.signs(policy, now).ok_or_else(|| unusable("no CA that is still valid"))?;
         self.cas[signs].signer()

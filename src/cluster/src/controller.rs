@@ -18,7 +18,7 @@ use peerpod_base::admin::Ready;
 use peerpod_base::lifecycle::{Drain, Shutdown};
 
 pub(crate) use app::build;
-pub(crate) use parts::Settings;
+pub(crate) use parts::ControllerSettings;
 
 /// Context of a running part. Clones share everything.
 #[derive(Clone)]

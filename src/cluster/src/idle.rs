@@ -15,14 +15,14 @@ use peerpod_kube::crds::PeerPod;
 const NAMED: u32 = 10;
 
 /// Settings of the check.
-pub(crate) struct Settings {
+pub(crate) struct IdleSettings {
     kubeconfig: Option<PathBuf>,
 }
 
-impl Settings {
-    pub(crate) fn read(reader: &mut Reader) -> Settings {
+impl IdleSettings {
+    pub(crate) fn read(reader: &mut Reader) -> IdleSettings {
         let help = "how the API server is reached; the pod's service account when not set";
-        Settings { kubeconfig: reader.optional("kubernetes.kubeconfig", help) }
+        IdleSettings { kubeconfig: reader.optional("kubernetes.kubeconfig", help) }
     }
 }
 
@@ -30,7 +30,7 @@ impl Settings {
 ///
 /// # Errors
 /// PeerPods exist, or the API server cannot list them.
-pub(crate) async fn check(settings: Settings) -> anyhow::Result<()> {
+pub(crate) async fn check(settings: IdleSettings) -> anyhow::Result<()> {
     let client = connect(settings.kubeconfig.as_deref()).await?;
     let some = ListParams::default().limit(NAMED);
     let found = match within("list PeerPods", Api::<PeerPod>::all(client).list_metadata(&some)).await {

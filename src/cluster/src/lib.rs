@@ -26,7 +26,7 @@ use peerpod_base::telemetry::LogConfig;
 use peerpod_kube::crds;
 use tokio::runtime::Runtime;
 
-use crate::controller::Settings;
+use crate::controller::ControllerSettings;
 use crate::webhook::WebhookConfig;
 
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom \
@@ -91,7 +91,7 @@ const ROLES: [Role; 3] = [
              names",
         mine: &["controller", "kubernetes", "provider", "secrets", "log"],
         read: |reader| {
-            let (settings, log) = (Settings::read(reader), LogConfig::read(reader));
+            let (settings, log) = (ControllerSettings::read(reader), LogConfig::read(reader));
             Box::new(move || {
                 program::run(&log, Runtime::new, async |shutdown| {
                     let bound = tokio::select! {
@@ -108,7 +108,7 @@ const ROLES: [Role; 3] = [
         about: "fails while PeerPods exist; the chart runs it before its removal",
         mine: &["kubernetes", "log"],
         read: |reader| {
-            let (settings, log) = (idle::Settings::read(reader), LogConfig::read(reader));
+            let (settings, log) = (idle::IdleSettings::read(reader), LogConfig::read(reader));
             Box::new(move || program::run(&log, Runtime::new, async |_| idle::check(settings).await))
         },
     },

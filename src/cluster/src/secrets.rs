@@ -17,5 +17,5 @@ mod refusal;
 mod service;
 
 pub(crate) use config::SecretsConfig;
-pub(crate) use metrics::Metrics;
+pub(crate) use metrics::SecretsMetrics;
 pub(crate) use service::run;

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::{info, warn};
 
-use super::{Policy, State};
+use super::{Policy, StoredCas};
 
 /// Key in the Secret's data.
 const STATE: &str = "authority.json";
@@ -54,7 +54,7 @@ pub(crate) struct CaMaintainer {
 
 /// The CA as it was last read.
 pub(crate) struct Current {
-    state: State,
+    state: StoredCas,
     pub(super) signer: peerpod_pki::Authority,
     /// All CAs to be trusted, in PEM.
     bundle: String,
@@ -101,14 +101,14 @@ impl CaMaintainer {
 
     /// Runs one pass: reads the state, applies the passage of time, publishes. Returns the CA, and the error if it is
     /// not published.
-    async fn inspect(&self, before: Option<&State>, now: SystemTime) -> Result<(Current, Option<Error>)> {
+    async fn inspect(&self, before: Option<&StoredCas>, now: SystemTime) -> Result<(Current, Option<Error>)> {
         let mut state = self.settle(before, now, |state| state.advance(&self.policy, now)).await?;
         let bundle = state.bundle(&self.policy, now);
         let published = self.publish(&bundle).await;
         if published.is_ok() {
             // Only if the bundle is still the published one: another process may have added a CA since.
             let same =
-                |state: &mut State| Ok(state.bundle(&self.policy, now) == bundle && state.published(now));
+                |state: &mut StoredCas| Ok(state.bundle(&self.policy, now) == bundle && state.published(now));
             state = self.settle(Some(&state), now, same).await?;
         }
         let (signer, bundle) = (state.signer(&self.policy, now)?, state.bundle(&self.policy, now));
@@ -119,10 +119,10 @@ impl CaMaintainer {
     /// data, is restored from memory, because clients still trust the CA.
     async fn settle(
         &self,
-        before: Option<&State>,
+        before: Option<&StoredCas>,
         now: SystemTime,
-        mut change: impl FnMut(&mut State) -> Result<bool>,
-    ) -> Result<State> {
+        mut change: impl FnMut(&mut StoredCas) -> Result<bool>,
+    ) -> Result<StoredCas> {
         let secrets: Api<Secret> = Api::namespaced(self.client.clone(), &self.namespace);
         let what = |doing: &str| format!("{doing} Secret {}/{}", self.namespace, self.secret);
         for _ in 0..TRIES {
@@ -130,7 +130,7 @@ impl CaMaintainer {
             let kept =
                 found.as_ref().and_then(|secret| secret.data.as_ref()).and_then(|data| data.get(STATE));
             let mut state = match kept {
-                Some(kept) => State::read(&kept.0)?,
+                Some(kept) => StoredCas::read(&kept.0)?,
                 None => before.cloned().unwrap_or_default(),
             };
             if !change(&mut state)? && kept.is_some() {

@@ -42,7 +42,7 @@ fn trusts(bundle: &str, leaf: &Identity, now: SystemTime) -> bool {
 #[test]
 fn no_client_ever_gets_an_untrusted_certificate() {
     let policy = policy();
-    let mut state = State::default();
+    let mut state = StoredCas::default();
     let names = ["x.example".to_owned()];
     let mut yesterday: Option<(String, Identity)> = None;
     let (mut signers, mut most) = (std::collections::BTreeSet::new(), 0);
@@ -61,7 +61,7 @@ fn no_client_ever_gets_an_untrusted_certificate() {
         }
         state.published(now);
         let kept = state.write().unwrap();
-        state = State::read(&kept).unwrap();
+        state = StoredCas::read(&kept).unwrap();
         yesterday = Some((bundle, leaf));
     }
     assert!(signers.len() > 12 && most == 2, "{} signed, {most} trusted at once", signers.len());
@@ -70,7 +70,7 @@ fn no_client_ever_gets_an_untrusted_certificate() {
 #[test]
 fn an_unpublished_ca_signs_only_as_the_last_resort() {
     let policy = policy();
-    let mut state = State::default();
+    let mut state = StoredCas::default();
     assert!(state.signer(&policy, at(0)).is_err());
     assert!(state.advance(&policy, at(0)).unwrap());
     let first = state.signer(&policy, at(0)).unwrap().certificate.clone();
@@ -87,12 +87,13 @@ fn an_unpublished_ca_signs_only_as_the_last_resort() {
 
 #[test]
 fn stored_state_is_checked() {
-    let mut state = State::default();
+    let mut state = StoredCas::default();
     state.advance(&policy(), at(0)).unwrap();
     let kept = String::from_utf8(state.write().unwrap().to_vec()).unwrap();
-    let mut other = State::default();
+    let mut other = StoredCas::default();
     other.advance(&policy(), at(0)).unwrap();
-    let mixed = State { version: 1, cas: vec![Ca { key: other.cas[0].key.clone(), ..state.cas[0].clone() }] };
+    let mixed =
+        StoredCas { version: 1, cas: vec![Ca { key: other.cas[0].key.clone(), ..state.cas[0].clone() }] };
     let mixed = String::from_utf8(mixed.write().unwrap().to_vec()).unwrap();
     for (text, why) in [
         ("{", "no JSON"),
@@ -100,7 +101,7 @@ fn stored_state_is_checked() {
         ("{\"version\":1,\"cas\":[]}", "no CA"),
         (&mixed, "does not belong"),
     ] {
-        let error = State::read(text.as_bytes()).unwrap_err().to_string();
+        let error = StoredCas::read(text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains(why) && error.contains("remove the Secret's data"), "{error}");
     }
     assert!(!format!("{state:?}").contains("PRIVATE"));

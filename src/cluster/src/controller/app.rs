@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::Context;
-use super::parts::{Parts, Settings, Tasks};
+use super::parts::{ControllerSettings, Parts, Tasks};
 
 /// Limit for the operations in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -40,8 +40,11 @@ pub(crate) struct BoundController {
 /// Reads credentials and the cluster's UID, which marks its VMs, opens the provider and binds the port. Waits while the
 /// API server is away, and answers on the port meanwhile. Fails if something is missing; the error names it and a
 /// remedy.
-pub(crate) async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
-    let Settings { controller: config, .. } = &settings;
+pub(crate) async fn build(
+    settings: ControllerSettings,
+    shutdown: &Shutdown,
+) -> anyhow::Result<BoundController> {
+    let ControllerSettings { controller: config, .. } = &settings;
     let mut registry = program("peerpod-cluster", env!("CARGO_PKG_VERSION"));
     let leading = leading(&mut registry);
     let client = client::connect(config.kubeconfig.as_deref()).await?;

@@ -16,7 +16,7 @@ use crate::rollout::{self, RolloutConfig};
 use crate::secrets::{self, SecretsConfig};
 
 /// Settings of all parts.
-pub(crate) struct Settings {
+pub(crate) struct ControllerSettings {
     pub(super) controller: ControllerConfig,
     provider: peerpod_providers::Settings,
     vms: VmsConfig,
@@ -26,9 +26,9 @@ pub(crate) struct Settings {
     secrets: Option<SecretsConfig>,
 }
 
-impl Settings {
+impl ControllerSettings {
     /// Reads all keys. The reader collects mistakes.
-    pub(crate) fn read(reader: &mut Reader) -> Settings {
+    pub(crate) fn read(reader: &mut Reader) -> ControllerSettings {
         let context = peerpod_providers::Context {
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of a provider's state"),
             cluster_id: reader.get(
@@ -42,7 +42,7 @@ impl Settings {
             purpose: Purpose::Collect,
         };
         let provider = peerpod_providers::read(reader, &context);
-        Settings {
+        ControllerSettings {
             controller: ControllerConfig::read(reader),
             vms: VmsConfig::read(reader, &context.cluster_id),
             rollout: RolloutConfig::read(reader, provider.kind()),
@@ -60,18 +60,18 @@ pub(super) type Tasks = JoinSet<(&'static str, anyhow::Result<()>)>;
 pub(super) struct Parts {
     vms: Arc<Vms>,
     rollout: Option<RolloutConfig>,
-    secrets: Option<(SecretsConfig, secrets::Metrics)>,
+    secrets: Option<(SecretsConfig, secrets::SecretsMetrics)>,
 }
 
 impl Parts {
     /// Opens the provider for the VMs of this installation, and registers the metrics once.
     pub(super) async fn open(
-        settings: Settings,
+        settings: ControllerSettings,
         installation: String,
         registry: &mut Registry,
     ) -> anyhow::Result<Parts> {
         let vms = Vms::open(settings.vms, settings.provider, installation, registry).await?;
-        let secrets = settings.secrets.map(|config| (config, secrets::Metrics::register(registry)));
+        let secrets = settings.secrets.map(|config| (config, secrets::SecretsMetrics::register(registry)));
         Ok(Parts { vms, rollout: settings.rollout, secrets })
     }
 
@@ -110,18 +110,18 @@ mod tests {
 
     use super::*;
 
-    fn read(words: &[&str]) -> Result<Settings, String> {
+    fn read(words: &[&str]) -> Result<ControllerSettings, String> {
         let sources = Sources::from_process(words.iter().map(ToString::to_string), []);
         let mine = ["controller", "kubernetes", "paths", "provider", "cluster", "node", "secrets"];
         let mut reader = Reader::load(sources, &mine, &[]).map_err(|mistakes| mistakes.to_string())?;
-        let settings = Settings::read(&mut reader);
+        let settings = ControllerSettings::read(&mut reader);
         reader.finish().map_err(|mistakes| mistakes.to_string())?;
         Ok(settings)
     }
 
     #[test]
     fn by_default_a_lease_ends_before_another_may_begin_and_orphans_have_long_to_be_claimed() {
-        let Settings { controller, vms, .. } = read(&[]).unwrap();
+        let ControllerSettings { controller, vms, .. } = read(&[]).unwrap();
         let election = controller.election;
         assert!(election.renew_deadline < election.duration);
         assert!(election.retry * 2 < election.renew_deadline);

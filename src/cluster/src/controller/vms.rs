@@ -59,7 +59,7 @@ use prometheus_client::registry::Registry;
 
 pub(super) use config::VmsConfig;
 use find::Listing;
-use metrics::Metrics;
+use metrics::VmsMetrics;
 
 /// State that both parts share.
 pub(super) struct Vms {
@@ -68,7 +68,7 @@ pub(super) struct Vms {
     /// `provider.kind`, as nodes write it into `spec.cloudProvider`.
     kind: String,
     listing: Listing,
-    metrics: Metrics,
+    metrics: VmsMetrics,
 }
 
 impl Vms {
@@ -84,7 +84,7 @@ impl Vms {
         // meanwhile.
         let treated = DecoratorConfig { call_deadline: config.call_timeout, retry_for: Duration::ZERO };
         let provider = decorate(provider, treated, registry);
-        let metrics = Metrics::register(registry);
+        let metrics = VmsMetrics::register(registry);
         Ok(Arc::new(Vms { config, provider, kind, listing: Listing::default(), metrics }))
     }
 

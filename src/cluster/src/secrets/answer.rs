@@ -15,12 +15,12 @@ use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::caller::{Callers, LONGEST_TOKEN};
-use super::metrics::{Call, Metrics, Outcome};
+use super::metrics::{SecretsCall, SecretsMetrics, SecretsOutcome};
 use super::pod;
 use super::refusal::{No, failed, no, unknown};
 use crate::serve::{self, Reply, Responder, Room, reply};
 
-/// A node asks for a pod's pull secrets: [`Wanted`] with its token.
+/// A node asks for a pod's pull secrets: [`PullSecretRequest`] with its token.
 const PULL_SECRETS: &str = "/v1/pull-secrets";
 /// Limit of a request's body in bytes.
 const MOST_BODY: usize = 16 * 1024;
@@ -40,7 +40,7 @@ const REFUSALS: Rate = Rate { burst: 20.0, per_second: 0.1, at_once: 16 };
 /// Pod that a node asks about.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Wanted {
+pub(super) struct PullSecretRequest {
     pub(super) namespace: String,
     pub(super) name: String,
     /// Empty: any pod of this name on the node.
@@ -62,7 +62,7 @@ pub(super) struct Desk {
     client: Client,
     classes: Vec<String>,
     callers: Callers,
-    metrics: Metrics,
+    metrics: SecretsMetrics,
     nodes: CallerLimits<String>,
     addresses: CallerLimits<IpAddr>,
     /// Log lines about refused calls, of each address.
@@ -71,7 +71,12 @@ pub(super) struct Desk {
 }
 
 impl Desk {
-    pub(super) fn new(client: Client, classes: Vec<String>, callers: Callers, metrics: Metrics) -> Desk {
+    pub(super) fn new(
+        client: Client,
+        classes: Vec<String>,
+        callers: Callers,
+        metrics: SecretsMetrics,
+    ) -> Desk {
         let (nodes, addresses) = (CallerLimits::new(NODE), CallerLimits::new(ADDRESS));
         let (refusals, places) = (CallerLimits::new(REFUSALS), Semaphore::new(AT_ONCE));
         Desk { client, classes, callers, metrics, nodes, addresses, refusals, places }
@@ -79,16 +84,21 @@ impl Desk {
 
     async fn call(
         &self,
-        call: Call,
+        call: SecretsCall,
         request: Request<Incoming>,
         peer: IpAddr,
         audit: &mut Audit,
     ) -> Result<Vec<u8>, No> {
-        if call == Call::Other {
-            return Err(no(StatusCode::NOT_FOUND, Outcome::Malformed, format!("post to {PULL_SECRETS}")));
+        if call == SecretsCall::Other {
+            return Err(no(
+                StatusCode::NOT_FOUND,
+                SecretsOutcome::Malformed,
+                format!("post to {PULL_SECRETS}"),
+            ));
         }
-        let limited =
-            || no(StatusCode::TOO_MANY_REQUESTS, Outcome::Limited, "too many requests; ask again later");
+        let limited = || {
+            no(StatusCode::TOO_MANY_REQUESTS, SecretsOutcome::Limited, "too many requests; ask again later")
+        };
         let Ok(_place) = self.places.acquire().await else { return Err(limited()) };
         let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let token = header.and_then(|value| value.strip_prefix("Bearer "));
@@ -123,7 +133,7 @@ impl Desk {
             let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
             if value.is_empty() || value.len() > 253 || !value.chars().all(good) {
                 let said = format!("{field}: not a name of Kubernetes");
-                return Err(no(StatusCode::BAD_REQUEST, Outcome::Malformed, said));
+                return Err(no(StatusCode::BAD_REQUEST, SecretsOutcome::Malformed, said));
             }
         }
         audit.pod = Some(format!("{}/{}", wanted.namespace, wanted.name));
@@ -134,7 +144,7 @@ impl Desk {
         let found = timeout(WITHIN, looked).await.unwrap_or_else(|_| Err(late()))?;
         (audit.secrets, audit.notes) = (Some(found.secrets), found.notes.len());
         serde_json::to_vec(&found).map_err(|why| {
-            no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, format!("the answer: {why}"))
+            no(StatusCode::INTERNAL_SERVER_ERROR, SecretsOutcome::Failed, format!("the answer: {why}"))
         })
     }
 }
@@ -146,12 +156,12 @@ impl Responder for Desk {
     async fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> Reply {
         let began = Instant::now();
         let call = match (request.method(), request.uri().path()) {
-            (&Method::POST, PULL_SECRETS) => Call::PullSecrets,
-            _ => Call::Other,
+            (&Method::POST, PULL_SECRETS) => SecretsCall::PullSecrets,
+            _ => SecretsCall::Other,
         };
         let mut audit = Audit::default();
         let result = self.call(call, request, peer.ip(), &mut audit).await;
-        let outcome = result.as_ref().map_or_else(|no| no.outcome, |_| Outcome::Answered);
+        let outcome = result.as_ref().map_or_else(|no| no.outcome, |_| SecretsOutcome::Answered);
         let took = began.elapsed();
         self.metrics.ended(call, outcome, took);
         let (node, pod) = (audit.node.as_deref().unwrap_or("-"), audit.pod.as_deref().unwrap_or("-"));
@@ -176,12 +186,12 @@ impl Responder for Desk {
     }
 }
 
-async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
+async fn read(request: Request<Incoming>) -> Result<PullSecretRequest, No> {
     // No body is so long that it needs room.
     let body = serve::body(request, MOST_BODY, "a request", &Room::none()).await;
-    let body = body.map_err(|(status, said)| no(status, Outcome::Malformed, said))?;
+    let body = body.map_err(|(status, said)| no(status, SecretsOutcome::Malformed, said))?;
     serde_json::from_slice(&body.bytes)
-        .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))
+        .map_err(|why| no(StatusCode::BAD_REQUEST, SecretsOutcome::Malformed, format!("the request: {why}")))
 }
 
 fn late() -> No {

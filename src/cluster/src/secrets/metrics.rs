@@ -15,13 +15,13 @@ use crate::authority::served::ends;
 use crate::serve::InUse;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub(super) enum Call {
+pub(super) enum SecretsCall {
     PullSecrets,
     Other,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub(super) enum Outcome {
+pub(super) enum SecretsOutcome {
     Answered,
     Malformed,
     /// The request has no acceptable token.
@@ -35,13 +35,13 @@ pub(super) enum Outcome {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
-    call: Call,
-    outcome: Outcome,
+    call: SecretsCall,
+    outcome: SecretsOutcome,
 }
 
 /// Metrics of the service, registered once per process.
 #[derive(Clone)]
-pub(crate) struct Metrics {
+pub(crate) struct SecretsMetrics {
     requests: Family<Labels, Counter>,
     took: Histogram,
     pub(super) handshakes_failed: Counter,
@@ -50,8 +50,8 @@ pub(crate) struct Metrics {
     pub(super) in_use: Arc<OnceLock<(InUse, Authority)>>,
 }
 
-impl Metrics {
-    pub(crate) fn register(registry: &mut Registry) -> Metrics {
+impl SecretsMetrics {
+    pub(crate) fn register(registry: &mut Registry) -> SecretsMetrics {
         // 0.5 ms to 8 s, doubled each time.
         let took = Histogram::new(exponential_buckets(0.5e-3, 2.0, 15));
         registry.register(
@@ -68,7 +68,7 @@ impl Metrics {
                 .map(|(certificate, authority)| ends(certificate, authority, names))
                 .unwrap_or_default()
         });
-        Metrics {
+        SecretsMetrics {
             in_use,
             requests: register(
                 registry,
@@ -89,7 +89,7 @@ impl Metrics {
         }
     }
 
-    pub(super) fn ended(&self, call: Call, outcome: Outcome, took: Duration) {
+    pub(super) fn ended(&self, call: SecretsCall, outcome: SecretsOutcome, took: Duration) {
         self.requests.get_or_create(&Labels { call, outcome }).inc();
         self.took.observe(took.as_secs_f64());
     }
@@ -104,8 +104,8 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::register(&mut registry);
-        metrics.ended(Call::PullSecrets, Outcome::Answered, Duration::ZERO);
+        let metrics = SecretsMetrics::register(&mut registry);
+        metrics.ended(SecretsCall::PullSecrets, SecretsOutcome::Answered, Duration::ZERO);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "secrets", &text).unwrap();
     }

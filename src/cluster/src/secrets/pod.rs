@@ -11,8 +11,8 @@ use peerpod_kube::docker_config::{Form, Merged};
 use serde::Serialize;
 use zeroize::Zeroizing;
 
-use super::answer::Wanted;
-use super::metrics::Outcome;
+use super::answer::PullSecretRequest;
+use super::metrics::SecretsOutcome;
 use super::refusal::{No, no};
 
 /// Limit of pull secrets per pod. A kubelet has no limit, but no real pod has so many.
@@ -24,7 +24,7 @@ const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// Pull secrets of a pod, in the form of an answer.
 #[derive(Serialize)]
-pub(super) struct Found {
+pub(super) struct PullSecretAnswer {
     pod_uid: String,
     /// Empty: the pod has none.
     dockerconfigjson: Zeroizing<String>,
@@ -39,14 +39,15 @@ pub(super) struct Found {
 pub(super) async fn of_node(
     client: &Client,
     node: &str,
-    wanted: &Wanted,
+    wanted: &PullSecretRequest,
     classes: &[String],
 ) -> Result<Pod, No> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), &wanted.namespace);
     let name = format!("{}/{}", wanted.namespace, wanted.name);
     let pod = within(format!("read pod {name}"), pods.get_opt(&wanted.name)).await?;
     // A node need not know whether such a pod exists elsewhere.
-    let forbidden = |said, why| No { why: Some(why), ..no(StatusCode::FORBIDDEN, Outcome::Refused, said) };
+    let forbidden =
+        |said, why| No { why: Some(why), ..no(StatusCode::FORBIDDEN, SecretsOutcome::Refused, said) };
     let elsewhere = |why| forbidden(format!("there is no pod {name} on node {node}"), why);
     let Some(pod) = pod else { return Err(elsewhere("there is no such pod")) };
     let Some(spec) = &pod.spec else { return Err(elsewhere("it has no spec")) };
@@ -58,7 +59,7 @@ pub(super) async fn of_node(
         let said = format!(
             "pod {name} has another uid than {uid}: it was replaced; ask for the pod that is there now"
         );
-        return Err(no(StatusCode::CONFLICT, Outcome::Refused, said));
+        return Err(no(StatusCode::CONFLICT, SecretsOutcome::Refused, said));
     }
     if spec.runtime_class_name.as_ref().is_none_or(|class| !classes.contains(class)) {
         let said = format!(
@@ -79,7 +80,7 @@ pub(super) async fn of_node(
 
 /// Merges the pod's own secrets, then its service account's secrets; of one registry the first entry counts. Missing
 /// and malformed secrets are left out and noted, as a kubelet would continue without them.
-pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, No> {
+pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<PullSecretAnswer, No> {
     let namespace = pod.metadata.namespace.unwrap_or_default();
     let spec = pod.spec.unwrap_or_default();
     let mut notes = Vec::new();
@@ -113,7 +114,7 @@ pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, No> {
         }
     }
     let pod_uid = pod.metadata.uid.unwrap_or_default();
-    Ok(Found { pod_uid, dockerconfigjson: merged.write()?, secrets, notes })
+    Ok(PullSecretAnswer { pod_uid, dockerconfigjson: merged.write()?, secrets, notes })
 }
 
 /// Returns each name once, in Kubernetes' order.

@@ -13,7 +13,7 @@ use tracing::info;
 use super::answer::Desk;
 use super::caller::Callers;
 use super::config::SecretsConfig;
-use super::metrics::Metrics;
+use super::metrics::SecretsMetrics;
 use crate::authority::maintainer::{CaMaintainer, Published};
 use crate::controller::Context;
 use crate::serve;
@@ -25,7 +25,7 @@ const LEAVE_AFTER: Duration = Duration::from_secs(1);
 
 /// Binds the port, waits for the CA, and answers until a shutdown. The process's `drain` covers the requests in flight
 /// then.
-pub(crate) async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Result<()> {
+pub(crate) async fn run(config: SecretsConfig, metrics: SecretsMetrics, context: Context) -> Result<()> {
     let Context { client, namespace, ready, shutdown, drain, .. } = context;
     let failed = |why: std::io::Error| {
         anyhow!("listen for nodes that ask for pull secrets on {}: {why}; free the port", config.listen)

@@ -25,7 +25,7 @@ const MOST: u64 = 256 * 1024;
 
 /// Files of a certificate and its key.
 #[derive(Clone, Debug)]
-pub(super) struct Files {
+pub(super) struct CertificateFiles {
     pub(super) certificate: PathBuf,
     pub(super) key: PathBuf,
 }
@@ -39,14 +39,14 @@ struct Pair {
 
 /// Certificate that is kept up to date.
 pub(super) struct Certificate {
-    files: Files,
+    files: CertificateFiles,
     crypto: Arc<CryptoProvider>,
     read: Pair,
     in_use: InUse,
 }
 
 impl Certificate {
-    pub(super) fn load(files: Files, crypto: Arc<CryptoProvider>) -> Result<Certificate> {
+    pub(super) fn load(files: CertificateFiles, crypto: Arc<CryptoProvider>) -> Result<Certificate> {
         let (read, in_use) = (files.read()?, InUse::default());
         in_use.set(files.parse(&read, &crypto)?);
         Ok(Certificate { files, crypto, read, in_use })
@@ -92,7 +92,7 @@ impl Certificate {
     }
 }
 
-impl Files {
+impl CertificateFiles {
     fn read(&self) -> Result<Pair> {
         Ok(Pair { certificate: read(&self.certificate)?, key: read(&self.key)? })
     }
@@ -148,7 +148,7 @@ mod tests {
         let certificate = write(&folder, "tls.crt", &pem("CERTIFICATE", old.cert.der()));
         let key = write(&folder, "tls.key", &pem("PRIVATE KEY", old.signing_key.serialized_der()));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let files = Files { certificate: certificate.clone(), key };
+        let files = CertificateFiles { certificate: certificate.clone(), key };
         let mut loaded = Certificate::load(files.clone(), provider).unwrap();
         let current = loaded.in_use();
         let in_use = || current.get().unwrap().cert[0].clone();

@@ -12,7 +12,7 @@ use rustls::{RootCertStore, SupportedProtocolVersion, version};
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 
-use super::certificate::Files;
+use super::certificate::CertificateFiles;
 use super::managed::Managed;
 use super::mutate::{Profile, Totals};
 
@@ -30,7 +30,7 @@ const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIE
 /// Source of the server's certificate.
 pub(super) enum Certificates {
     /// Two files that another system keeps up to date.
-    Mounted(Files),
+    Mounted(CertificateFiles),
     /// The webhook's own CA.
     SelfManaged(Managed),
 }
@@ -77,7 +77,7 @@ fn certificates(reader: &mut Reader) -> Certificates {
         "source of the server's certificate: mounted (files, of cert-manager for instance) or self-managed \
          (our own CA, which is put into the registration)",
     );
-    let files = Files {
+    let files = CertificateFiles {
         certificate: reader.constant(
             "webhook.certificate-file",
             "CERTIFICATE_FILE",

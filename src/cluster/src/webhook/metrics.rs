@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 
 /// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub(super) enum Outcome {
+pub(super) enum ReviewOutcome {
     Changed,
     Unchanged,
     /// The peer pod is invalid.
@@ -23,22 +23,22 @@ pub(super) enum Outcome {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Metrics {
-    reviews: Family<[(&'static str, Outcome); 1], Counter>,
+pub(super) struct WebhookMetrics {
+    reviews: Family<[(&'static str, ReviewOutcome); 1], Counter>,
     took: Histogram,
     pub(super) handshakes_failed: Counter,
     pub(super) reloads: Counter,
 }
 
-impl Metrics {
-    pub(super) fn register(registry: &mut Registry) -> Metrics {
+impl WebhookMetrics {
+    pub(super) fn register(registry: &mut Registry) -> WebhookMetrics {
         let registry = registry.sub_registry_with_prefix("peerpod_webhook");
         let reviews = register(registry, "reviews", "Admission reviews answered");
         // 50 µs to 1.3 s, each half more than the last.
         let took = Histogram::new(exponential_buckets(50e-6, 1.5, 26));
         let help = "From the arrival of a request's headers to its answer";
         registry.register("review_seconds", help, took.clone());
-        Metrics {
+        WebhookMetrics {
             reviews,
             took,
             handshakes_failed: register(registry, "handshakes_failed", "TLS handshakes that failed"),
@@ -46,7 +46,7 @@ impl Metrics {
         }
     }
 
-    pub(super) fn answered(&self, outcome: Outcome, took: Duration) {
+    pub(super) fn answered(&self, outcome: ReviewOutcome, took: Duration) {
         self.reviews.get_or_create(&[("outcome", outcome)]).inc();
         self.took.observe(took.as_secs_f64());
     }
@@ -61,8 +61,8 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::register(&mut registry);
-        metrics.answered(Outcome::Changed, Duration::ZERO);
+        let metrics = WebhookMetrics::register(&mut registry);
+        metrics.answered(ReviewOutcome::Changed, Duration::ZERO);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "webhook", &text).unwrap();
     }

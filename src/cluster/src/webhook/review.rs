@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::metrics::Outcome;
+use super::metrics::ReviewOutcome;
 use super::mutate::{Profile, mutate};
 use super::pod;
 use super::warnings::warnings;
@@ -54,7 +54,7 @@ pub(super) fn answer(
     body: &[u8],
     profile: &Profile,
     excluded: &[String],
-) -> Result<(String, Outcome), String> {
+) -> Result<(String, ReviewOutcome), String> {
     let review: Review<'_> =
         serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
     if review.api_version != API_VERSION {
@@ -79,17 +79,17 @@ pub(super) fn answer(
                 response["warnings"] = json!(warnings);
             }
             if patch.0.is_empty() {
-                (response, Outcome::Unchanged)
+                (response, ReviewOutcome::Unchanged)
             } else {
                 let bytes = serde_json::to_vec(&patch).map_err(|why| format!("write the patch: {why}"))?;
                 response["patchType"] = json!("JSONPatch");
                 response["patch"] = json!(BASE64_STANDARD.encode(bytes));
-                (response, Outcome::Changed)
+                (response, ReviewOutcome::Changed)
             }
         }
         Err(why) => {
             let status = json!({"code": 422, "reason": "Invalid", "message": format!("peer pod: {why}")});
-            (json!({"uid": request.uid, "allowed": false, "status": status}), Outcome::Refused)
+            (json!({"uid": request.uid, "allowed": false, "status": status}), ReviewOutcome::Refused)
         }
     };
     let review = json!({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response});
@@ -111,7 +111,7 @@ mod tests {
     use super::super::mutate::Totals;
     use super::*;
 
-    fn ask(review: &Value) -> Result<(Value, Outcome), String> {
+    fn ask(review: &Value) -> Result<(Value, ReviewOutcome), String> {
         let profile = Profile {
             runtime_classes: vec!["kata-remote".to_owned()],
             resource: "kata.peerpods.io/vm".to_owned(),
@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn a_peer_pod_gets_a_patch_and_others_none() {
         let (answer, outcome) = ask(&review("2")).unwrap();
-        assert_eq!(outcome, Outcome::Changed);
+        assert_eq!(outcome, ReviewOutcome::Changed);
         let response = &answer["response"];
         assert_eq!(
             (&response["uid"], &response["allowed"], &response["patchType"]),
@@ -153,7 +153,7 @@ mod tests {
             *review.pointer_mut(place).unwrap() = json!(other);
             let (answer, outcome) = ask(&review).unwrap();
             assert_eq!(answer["response"], json!({"uid": "u-1", "allowed": true}), "{place}");
-            assert_eq!(outcome, Outcome::Unchanged);
+            assert_eq!(outcome, ReviewOutcome::Unchanged);
         }
     }
 
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(ask(&review).unwrap().0["response"]["warnings"], Value::Null);
         review["request"]["object"]["spec"]["volumes"] = json!([{"name": "v", "hostPath": {"path": "/etc"}}]);
         let (answer, outcome) = ask(&review).unwrap();
-        assert_eq!(outcome, Outcome::Changed);
+        assert_eq!(outcome, ReviewOutcome::Changed);
         let warnings = answer["response"]["warnings"].as_array().unwrap();
         assert!(
             warnings.len() == 1 && warnings[0].as_str().unwrap().starts_with("hostPath: "),
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn a_wrong_pod_is_refused_with_the_reason() {
         let (answer, outcome) = ask(&review("-2")).unwrap();
-        assert_eq!(outcome, Outcome::Refused);
+        assert_eq!(outcome, ReviewOutcome::Refused);
         assert_eq!(answer["response"]["allowed"], json!(false));
         assert!(
             answer["response"]["status"]["message"]
@@ -192,16 +192,16 @@ mod tests {
         let containers = vec![json!({"name": "c"}); 10_000];
         large["request"]["object"]["spec"]["containers"] = json!(containers);
         let (answer, outcome) = ask(&large).unwrap();
-        assert_eq!(outcome, Outcome::Refused);
+        assert_eq!(outcome, ReviewOutcome::Refused);
         let message = answer["response"]["status"]["message"].as_str().unwrap();
         assert!(
             message.starts_with("peer pod: remove containers or volumes: they have more than 8192"),
             "{message}"
         );
         large["request"]["object"]["spec"]["runtimeClassName"] = json!("runc");
-        assert_eq!(ask(&large).unwrap().1, Outcome::Unchanged);
+        assert_eq!(ask(&large).unwrap().1, ReviewOutcome::Unchanged);
         large["request"]["object"] = Value::Null;
-        assert_eq!(ask(&large).unwrap().1, Outcome::Unchanged);
+        assert_eq!(ask(&large).unwrap().1, ReviewOutcome::Unchanged);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use tracing::{debug, info, warn};
 
 use super::certificate::Certificate;
 use super::config::{Certificates, WebhookConfig};
-use super::metrics::{Metrics, Outcome};
+use super::metrics::{ReviewOutcome, WebhookMetrics};
 use super::mutate::Profile;
 use super::review;
 use crate::authority::served::ends;
@@ -58,7 +58,7 @@ pub(crate) struct BoundWebhook {
 struct Shared {
     profile: Profile,
     excluded: Vec<String>,
-    metrics: Metrics,
+    metrics: WebhookMetrics,
     rooms: Rooms,
     evaluations: Semaphore,
 }
@@ -66,7 +66,7 @@ struct Shared {
 /// Reads the certificate and binds the ports. After an error nothing stays bound.
 pub(crate) async fn build(config: WebhookConfig) -> Result<BoundWebhook> {
     let mut registry = program("peerpod-cluster", env!("CARGO_PKG_VERSION"));
-    let metrics = Metrics::register(&mut registry);
+    let metrics = WebhookMetrics::register(&mut registry);
     let ready = Ready::default();
     let mut parts = JoinSet::new();
     let reloads = metrics.reloads.clone();
@@ -170,7 +170,7 @@ impl Shared {
         &self,
         request: Request<Incoming>,
         peer: SocketAddr,
-    ) -> Result<(Bytes, Outcome), (StatusCode, String)> {
+    ) -> Result<(Bytes, ReviewOutcome), (StatusCode, String)> {
         let room = self.rooms.of(peer.ip());
         let body = serve::body(request, MOST_BODY, "a review", &room).await?;
         let (answer, outcome) = {
@@ -187,7 +187,8 @@ impl Shared {
 
     fn not_answered(&self, status: StatusCode, why: &str) -> Reply {
         let busy = status == StatusCode::SERVICE_UNAVAILABLE;
-        self.metrics.answered(if busy { Outcome::Limited } else { Outcome::Malformed }, Duration::ZERO);
+        self.metrics
+            .answered(if busy { ReviewOutcome::Limited } else { ReviewOutcome::Malformed }, Duration::ZERO);
         // The reason may repeat the body.
         let why: String = why.chars().take(MOST_REASON).collect();
         debug!(why, "no answer to an admission review");

@@ -7,7 +7,7 @@ use peerpod_kube::crds::Phase;
 
 /// Input of the decision, each fact as far as it is needed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Facts {
+pub(super) struct PeerPodFacts {
     /// Whether the PeerPod's provider is this controller's provider.
     pub(super) ours: bool,
     /// Time since the deletion was requested.
@@ -32,7 +32,7 @@ pub(super) enum Decision {
     Delete,
 }
 
-pub(super) fn decide(facts: &Facts, node_first: Duration) -> Decision {
+pub(super) fn decide(facts: &PeerPodFacts, node_first: Duration) -> Decision {
     if !facts.ours {
         return Decision::Foreign;
     }
@@ -62,11 +62,11 @@ mod tests {
         Some(Phase::Unwanted),
     ];
 
-    fn all() -> impl Iterator<Item = Facts> {
+    fn all() -> impl Iterator<Item = PeerPodFacts> {
         let flags = (0..16_u8).map(|bits| [bits & 1 != 0, bits & 2 != 0, bits & 4 != 0, bits & 8 != 0]);
         let phases = flags.flat_map(|flags| PHASES.map(|phase| (flags, phase)));
         phases.flat_map(|([ours, daemon_lives, node_exists, pod_lives], phase)| {
-            [0, 29, 30, 3600].map(|since| Facts {
+            [0, 29, 30, 3600].map(|since| PeerPodFacts {
                 ours,
                 since: Duration::from_secs(since),
                 daemon_lives,
@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn only_a_running_pod_or_another_provider_causes_an_endless_wait() {
         for facts in all().filter(|facts| facts.ours && !facts.pod_lives) {
-            let later = Facts { since: Duration::from_secs(3600), ..facts };
+            let later = PeerPodFacts { since: Duration::from_secs(3600), ..facts };
             assert_eq!(decide(&later, FIRST), Decision::Delete, "{facts:?}");
         }
     }

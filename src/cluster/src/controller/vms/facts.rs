@@ -11,7 +11,7 @@ use peerpod_kube::client::{self, within};
 use peerpod_kube::crds::{PeerPod, Phase};
 use peerpod_kube::{heartbeat, lease};
 
-use super::decide::Facts;
+use super::decide::PeerPodFacts;
 use crate::controller::Context;
 
 /// How long past its own grace period a deleted pod may still be running.
@@ -25,11 +25,15 @@ pub(super) fn owner_of(peerpod: &PeerPod) -> Option<&OwnerReference> {
     peerpod.owner_references().iter().find(|owner| owner.kind == "Pod" && owner.api_version == "v1")
 }
 
-pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> Result<Facts, client::Error> {
+pub(super) async fn gather(
+    context: &Context,
+    peerpod: &PeerPod,
+    ours: bool,
+) -> Result<PeerPodFacts, client::Error> {
     let now = Timestamp::now();
     let phase = peerpod.status.as_ref().and_then(|status| status.phase);
     let asked_for = peerpod.metadata.deletion_timestamp.as_ref().map_or(now, |at| at.0);
-    let mut facts = Facts {
+    let mut facts = PeerPodFacts {
         ours,
         since: age(asked_for, now),
         daemon_lives: false,
@@ -151,7 +155,7 @@ mod tests {
         assert!(unsaid_pod_lives(&peerpod(Some("s")), true));
         assert!(!unsaid_pod_lives(&peerpod(Some("s")), false), "no process is left that could stop it");
         assert!(!unsaid_pod_lives(&peerpod(None), true), "of the replaced system");
-        let facts = |phase| Facts {
+        let facts = |phase| PeerPodFacts {
             ours: true,
             since: Duration::from_secs(3600),
             daemon_lives: true,

@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 
 /// Result of one attempt to end a PeerPod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub(super) enum Outcome {
+pub(super) enum DeletionOutcome {
     Deleted,
     NoVm,
     /// The provider or the API server refused.
@@ -37,8 +37,8 @@ type By<O> = Family<[(&'static str, O); 1], Counter>;
 
 /// The registration describes each metric.
 #[derive(Clone, Debug)]
-pub(super) struct Metrics {
-    pub(super) peerpods: By<Outcome>,
+pub(super) struct VmsMetrics {
+    pub(super) peerpods: By<DeletionOutcome>,
     pub(super) orphans: By<Removal>,
     pub(super) lost: By<Removal>,
     pub(super) heartbeats: By<Removal>,
@@ -50,10 +50,10 @@ pub(super) struct Metrics {
     pub(super) sweeps_failed: Counter,
 }
 
-impl Metrics {
-    pub(super) fn register(registry: &mut Registry) -> Metrics {
+impl VmsMetrics {
+    pub(super) fn register(registry: &mut Registry) -> VmsMetrics {
         let registry = registry.sub_registry_with_prefix("peerpod_controller");
-        Metrics {
+        VmsMetrics {
             peerpods: register(registry, "peerpods", "Tries to end a deleted PeerPod, by result"),
             orphans: register(registry, "orphans", "VMs of lost nodes that no PeerPod names, by action"),
             lost: register(registry, "lost_peerpods", "PeerPods of nodes that are gone, by action"),
@@ -95,8 +95,8 @@ mod tests {
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
         crate::controller::app::leading(&mut registry);
-        let metrics = Metrics::register(&mut registry);
-        count(&metrics.peerpods, Outcome::Deleted);
+        let metrics = VmsMetrics::register(&mut registry);
+        count(&metrics.peerpods, DeletionOutcome::Deleted);
         count(&metrics.orphans, Removal::Deleted);
         count(&metrics.heartbeats, Removal::Deleted);
         count(&metrics.lost, Removal::Deleted);

@@ -75,7 +75,7 @@ pub(super) struct Suspect {
 
 /// Result of an observation.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct Observation {
     pub(super) suspects: Vec<Suspect>,
     /// Nodes of PeerPods that are to be deleted.
     pub(super) gone: HashSet<String>,
@@ -93,9 +93,9 @@ impl Seen {
         peerpods_of: &HashSet<String>,
         orphan_grace: Duration,
         node_grace: Duration,
-    ) -> Found {
+    ) -> Observation {
         self.note_beats(look);
-        let mut found = Found::default();
+        let mut found = Observation::default();
         self.note_vms(look, orphan_grace, &mut found);
         self.note_nodes(look, peerpods_of, node_grace, &mut found);
         found
@@ -116,7 +116,7 @@ impl Seen {
         Some(look.at.duration_since(*changed) >= grace.max(beat.lasts))
     }
 
-    fn note_vms(&mut self, look: &Look<'_>, grace: Duration, found: &mut Found) {
+    fn note_vms(&mut self, look: &Look<'_>, grace: Duration, found: &mut Observation) {
         let before = take(&mut self.unclaimed);
         for vm in look.owned.iter().filter(|vm| vm.state != OwnedState::Deleting && !look.claims.has(vm)) {
             found.unclaimed += 1;
@@ -143,7 +143,7 @@ impl Seen {
         look: &Look<'_>,
         peerpods_of: &HashSet<String>,
         grace: Duration,
-        found: &mut Found,
+        found: &mut Observation,
     ) {
         let before = take(&mut self.gone);
         for node in peerpods_of.iter().filter(|node| !look.nodes.contains(*node)) {

@@ -24,7 +24,7 @@ use super::backoff::Backoff;
 use super::decide::{Decision, decide};
 use super::facts::{gather, owner_of};
 use super::find::{Meant, another_ones, keys, meant};
-use super::metrics::{Outcome, count};
+use super::metrics::{DeletionOutcome, count};
 use super::report::{self, Stays};
 use crate::controller::Context;
 
@@ -145,7 +145,7 @@ async fn reconcile(peerpod: Arc<PeerPod>, work: Arc<Work>) -> Result<Action, Err
         Ok(_) => work.backoff.done(&uid),
         Err(Error::NotHeld(_)) => {}
         Err(error) => {
-            count(&work.vms.metrics.peerpods, Outcome::Failed);
+            count(&work.vms.metrics.peerpods, DeletionOutcome::Failed);
             warn!(peerpod = full_name(&peerpod), %error, "a PeerPod cannot be ended yet");
         }
     }
@@ -159,17 +159,17 @@ impl Work {
         let facts = gather(context, peerpod, ours).await?;
         match decide(&facts, vms.config.node_first) {
             Decision::NodeFirst(left) => {
-                count(&vms.metrics.peerpods, Outcome::LeftToNode);
+                count(&vms.metrics.peerpods, DeletionOutcome::LeftToNode);
                 debug!(peerpod = full_name(peerpod), "left to its node's daemon");
                 Ok(Action::requeue(left))
             }
             Decision::Foreign => {
-                count(&vms.metrics.peerpods, Outcome::Foreign);
+                count(&vms.metrics.peerpods, DeletionOutcome::Foreign);
                 report::stays(context, peerpod, &foreign(peerpod, &vms.kind)).await;
                 Ok(Action::await_change())
             }
             Decision::PodLives => {
-                count(&vms.metrics.peerpods, Outcome::PodLives);
+                count(&vms.metrics.peerpods, DeletionOutcome::PodLives);
                 report::stays(context, peerpod, &pod_lives(peerpod)).await;
                 Ok(Action::requeue(POD_AGAIN))
             }
@@ -215,7 +215,10 @@ impl Work {
             report::deleted(&self.context, peerpod).await;
         }
         self.let_go(peerpod).await?;
-        count(&self.vms.metrics.peerpods, if vms.is_empty() { Outcome::NoVm } else { Outcome::Deleted });
+        count(
+            &self.vms.metrics.peerpods,
+            if vms.is_empty() { DeletionOutcome::NoVm } else { DeletionOutcome::Deleted },
+        );
         self.told(peerpod, &vms, doubt);
         Ok(Action::await_change())
     }
@@ -236,7 +239,7 @@ impl Work {
         self.term.check()?;
         report::stays(&self.context, peerpod, &Stays { reason: "VMNotOurs", message: why }).await;
         self.let_go(peerpod).await?;
-        count(&self.vms.metrics.peerpods, Outcome::NotOurs);
+        count(&self.vms.metrics.peerpods, DeletionOutcome::NotOurs);
         Ok(Action::await_change())
     }
 

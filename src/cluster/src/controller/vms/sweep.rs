@@ -20,7 +20,7 @@ use tracing::{info, warn};
 
 use super::facts::since_renewal;
 use super::metrics::{Removal, count};
-use super::orphan::{Beat, Claims, Found, Look, Seen, Suspect, goes_with};
+use super::orphan::{Beat, Claims, Look, Observation, Seen, Suspect, goes_with};
 use super::{Vms, report};
 use crate::controller::Context;
 
@@ -105,7 +105,7 @@ impl Sweep {
         Ok(())
     }
 
-    fn count(&mut self, found: &Found) {
+    fn count(&mut self, found: &Observation) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.vms.metrics.unclaimed.set(number(found.unclaimed));
         self.vms.metrics.unattributed.set(number(found.unattributed.len()));

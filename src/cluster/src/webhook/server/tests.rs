@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::super::certificate::Files;
+use super::super::certificate::CertificateFiles;
 use super::super::mutate::Totals;
 use super::*;
 use crate::serve::SMALL;
@@ -59,7 +59,7 @@ impl Served {
         let bound = build(WebhookConfig {
             listen: any,
             admin_listen: any,
-            certificates: Certificates::Mounted(Files {
+            certificates: Certificates::Mounted(CertificateFiles {
                 certificate: folder.join("tls.crt"),
                 key: folder.join("tls.key"),
             }),

@@ -42,7 +42,7 @@ impl World {
         self.beats.insert("n".into(), Beat { version: version.to_string(), lasts: LASTS });
     }
 
-    fn inspect(&mut self, second: u64) -> Found {
+    fn inspect(&mut self, second: u64) -> Observation {
         let World { began, owned, claims, beats, nodes, seen } = self;
         let inspect = Look { owned, claims, beats, nodes, at: *began + Duration::from_secs(second) };
         seen.inspect(&inspect, &HashSet::from(["n".to_owned()]), GRACE, NODE_GRACE)
@@ -90,7 +90,11 @@ fn the_grace_restarts_after_a_claim() {
         world.beat(1);
         assert_eq!(world.suspects(0), 0);
         world.claims.add("c", &spec);
-        assert_eq!(world.inspect(2000), Found { gone: HashSet::new(), ..Found::default() }, "{spec:?}");
+        assert_eq!(
+            world.inspect(2000),
+            Observation { gone: HashSet::new(), ..Observation::default() },
+            "{spec:?}"
+        );
         world.claims = Claims::default();
         assert_eq!(world.suspects(2001), 0);
         assert_eq!(world.suspects(2900), 0);
