@@ -31,7 +31,7 @@ const MOST_FILE: u64 = 1 << 20;
 
 /// Arguments of `peerpod check`.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct CheckArgs {
     /// Checks before the installation: no daemon runs yet
     #[arg(long)]
     pre: bool,
@@ -69,7 +69,7 @@ impl FromStr for Account {
 }
 
 /// Checks everything and prints the items. Exit codes: 0 no fault, 1 a fault, 2 the configuration cannot be read.
-pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: CheckArgs, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     let mut sources = Sources::of_this_process(settings);
     sources.file = args.config.clone().or(sources.file);
     let (config, first) = match Config::read(sources) {
@@ -86,7 +86,7 @@ pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<Exi
     Ok(if report.failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-async fn check(args: &Args, config: &Config) -> Vec<Item> {
+async fn check(args: &CheckArgs, config: &Config) -> Vec<Item> {
     let (of_cluster, seen) = cluster::check(config, args.pre, args.account.as_ref()).await;
     let class = config.list("webhook.runtime-classes").into_iter().next().unwrap_or_default();
     let handler = seen.handler.unwrap_or(class);

@@ -20,7 +20,7 @@ use crate::convert::{self, Convert};
 
 /// Subcommands of `peerpod config`.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum ConfigCommand {
     /// Lists every mistake with its place; exit code 1 if there is one
     #[command(after_help = SETTINGS)]
     Check(File),
@@ -42,25 +42,25 @@ pub(crate) struct File {
     config: Option<PathBuf>,
 }
 
-impl Command {
+impl ConfigCommand {
     /// Whether `--section.key VALUE` is permitted.
     pub(crate) fn takes_settings(&self) -> bool {
-        matches!(self, Command::Check(_) | Command::Print(_))
+        matches!(self, ConfigCommand::Check(_) | ConfigCommand::Print(_))
     }
 }
 
 /// Runs a subcommand of `peerpod config`. Mistakes go to stderr and end in exit code 1.
-pub(crate) fn run(command: Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(command: ConfigCommand, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     let sources = |File { config }| {
         let mut sources = Sources::of_this_process(settings);
         sources.file = config.or(sources.file);
         sources
     };
     let answer = match command {
-        Command::Check(file) => check(sources(file)),
-        Command::Print(file) => read(sources(file)).map(|settings| print(&settings)),
-        Command::Schema => whole_schema().map(|schema| format!("{schema:#}\n")),
-        Command::ConvertCaa(arguments) => return convert::run(arguments).map(|()| ExitCode::SUCCESS),
+        ConfigCommand::Check(file) => check(sources(file)),
+        ConfigCommand::Print(file) => read(sources(file)).map(|settings| print(&settings)),
+        ConfigCommand::Schema => whole_schema().map(|schema| format!("{schema:#}\n")),
+        ConfigCommand::ConvertCaa(arguments) => return convert::run(arguments).map(|()| ExitCode::SUCCESS),
     };
     match answer {
         Ok(text) => {

@@ -32,7 +32,7 @@ const NODES: usize = 2;
 
 /// Arguments of `peerpod test`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct TestArgs {
     #[command(flatten)]
     cluster: ClusterArgs,
     #[command(flatten)]
@@ -86,14 +86,14 @@ struct Results {
 /// The namespace with its pods.
 struct Bench {
     cluster: Cluster,
-    args: Args,
+    args: TestArgs,
     namespace: String,
     nodes: Vec<TestNode>,
     rows: Vec<Row>,
 }
 
 /// Runs the tests and prints a table. Exit codes: 0 no fault, 1 a fault, 130 interrupted.
-pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: TestArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.cluster.open().await?;
     let mut signals = Signals::new().context("take the signals")?;
     let nodes = nodes(&cluster).await?;

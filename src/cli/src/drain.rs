@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::output::{Format, Output, Table, safe};
 use crate::source::{Cluster, ClusterArgs};
-use pods::{Found, Peers, find, kept};
+use pods::{NodePod, Peers, find, kept};
 
 /// Pause between two looks at the node.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -27,7 +27,7 @@ const EVICT_AGAIN: Duration = Duration::from_secs(5);
 
 /// Arguments of `peerpod drain`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct DrainArgs {
     /// The node
     #[arg(value_name = "NODE")]
     node: String,
@@ -94,7 +94,7 @@ struct Drained {
 }
 
 /// Drains the node and prints its peer pods. Exit code 1 if one is left.
-pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.cluster.open().await?;
     let mut drain = Drain {
         node: args.node.clone(),
@@ -125,7 +125,7 @@ struct Drain {
     /// The same cluster, by a client that returns each refusal at once.
     evictions: Cluster,
     is_cordoned: bool,
-    /// The peer pods seen so far, by [`Found::key`].
+    /// The peer pods seen so far, by [`NodePod::key`].
     rows: BTreeMap<String, Row>,
     /// When the eviction of a pod was refused last, by UID.
     tried: BTreeMap<String, Instant>,
@@ -135,7 +135,7 @@ struct Drain {
 
 impl Drain {
     /// Evicts until the node has no peer pod and no VM. Returns whether that is so.
-    async fn run(&mut self, args: &Args) -> anyhow::Result<bool> {
+    async fn run(&mut self, args: &DrainArgs) -> anyhow::Result<bool> {
         let deadline = Instant::now() + args.timeout;
         self.exists().await?;
         let peers = Peers::read(&self.cluster).await?;
@@ -196,7 +196,7 @@ impl Drain {
     }
 
     /// Whether a pod must not be evicted.
-    fn keeps(&mut self, found: &[Found], args: &Args) -> bool {
+    fn keeps(&mut self, found: &[NodePod], args: &DrainArgs) -> bool {
         let mut any = false;
         for one in found {
             if let Some(why) =
@@ -210,7 +210,7 @@ impl Drain {
     }
 
     /// Evicts a pod that is not ending yet.
-    async fn step(&mut self, one: &Found) {
+    async fn step(&mut self, one: &NodePod) {
         let Some(pod) = one.evictable() else {
             return self.set(one, State::Ending, String::new());
         };
@@ -239,7 +239,7 @@ impl Drain {
     }
 
     /// Marks the pods that are no longer found.
-    fn mark_gone(&mut self, found: &[Found]) {
+    fn mark_gone(&mut self, found: &[NodePod]) {
         let present: Vec<&str> = found.iter().map(|one| &*one.key).collect();
         for (key, row) in &mut self.rows {
             if row.state != State::Gone && !present.contains(&&**key) {
@@ -249,7 +249,7 @@ impl Drain {
         }
     }
 
-    fn set(&mut self, one: &Found, state: State, cause: String) {
+    fn set(&mut self, one: &NodePod, state: State, cause: String) {
         // The VM stays in the row after its PeerPod is gone.
         let vm = one.vm.clone().or_else(|| self.rows.get(&one.key)?.vm.clone());
         let row = Row { pod: one.name.clone(), vm, state, cause };

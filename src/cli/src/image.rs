@@ -26,7 +26,7 @@ const LIBVIRT_ARCH: &str = "x86_64";
 
 /// Subcommands of `peerpod image`.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum ImageCommand {
     /// Builds both VM images in the checkout of the repository that contains the current folder
     Build {
         /// The Kata release with agent and pause bundle: a version, or the path of an archive, image or folder
@@ -38,12 +38,12 @@ pub(crate) enum Command {
     },
     /// Uploads the disk image to a provider, unless it is there, and prints the chart's values for it
     #[command(after_help = SETTINGS)]
-    Upload(Args),
+    Upload(UploadArgs),
 }
 
 /// Arguments of `peerpod image upload`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct UploadArgs {
     /// The provider's kind, like libvirt
     #[arg(value_name = "KIND")]
     kind: String,
@@ -58,21 +58,21 @@ pub(crate) struct Args {
     tpm: bool,
 }
 
-impl Command {
+impl ImageCommand {
     /// Whether the subcommand reads the configuration.
     pub(crate) fn takes_settings(&self) -> bool {
-        matches!(self, Command::Upload(_))
+        matches!(self, ImageCommand::Upload(_))
     }
 }
 
 /// Runs a subcommand of `peerpod image` with these settings.
-pub(crate) async fn run(command: Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(command: ImageCommand, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Build { kata, arch } => {
+        ImageCommand::Build { kata, arch } => {
             let here = std::env::current_dir().context("find the current folder")?;
             build(&here, &kata, arch.as_deref().unwrap_or(OWN_ARCH))
         }
-        Command::Upload(args) => upload(args, settings).await,
+        ImageCommand::Upload(args) => upload(args, settings).await,
     }
 }
 
@@ -133,8 +133,8 @@ fn kata_word(kata: &str) -> anyhow::Result<String> {
     Ok(word)
 }
 
-async fn upload(args: Args, settings: Vec<String>) -> anyhow::Result<ExitCode> {
-    let Args { kind, image, prune, tpm } = args;
+async fn upload(args: UploadArgs, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+    let UploadArgs { kind, image, prune, tpm } = args;
     let mut sources = Sources::of_this_process(settings);
     sources.flags.push(("provider.kind".to_owned(), kind.clone()));
     let others: Vec<&str> = SECTIONS.into_iter().filter(|section| *section != "provider").collect();
@@ -221,7 +221,7 @@ mod tests {
     #[tokio::test]
     async fn a_provider_without_upload_names_its_guide() {
         let args =
-            |kind: &str| Args { kind: kind.to_owned(), image: PathBuf::new(), prune: None, tpm: false };
+            |kind: &str| UploadArgs { kind: kind.to_owned(), image: PathBuf::new(), prune: None, tpm: false };
         let settings = vec!["--provider.gcp.project=p".to_owned()];
         let why = upload(args("gcp"), settings).await.unwrap_err().to_string();
         assert!(why.contains("docs/install-gcp.md"), "{why}");

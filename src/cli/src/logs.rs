@@ -30,7 +30,7 @@ const MOST: u64 = 64 << 20;
 
 /// Arguments of `peerpod logs`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct LogsArgs {
     /// The pod as NAMESPACE/NAME or NAME, or the sandbox's id
     #[arg(value_name = "POD|ID")]
     name: String,
@@ -50,7 +50,7 @@ struct Line {
 }
 
 /// Prints the lines.
-pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: LogsArgs) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let vm = source.find(&args.name).await?;
     // Every line contains an empty id.

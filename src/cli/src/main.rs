@@ -55,10 +55,10 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Shows whether pods can start: node and relay, or controller, programs and nodes; exit code 1 if not
-    Status(status::Args),
+    Status(status::StatusArgs),
     /// Checks node, container runtime, Kata, cluster, network and provider; exit code 1 if there is a fault
     #[command(after_help = SETTINGS)]
-    Check(check::Args),
+    Check(check::CheckArgs),
     /// Lists the peer pods
     List(inspect::List),
     /// Shows one peer pod: record, VM, stages, Events, last lines of the console
@@ -66,29 +66,29 @@ enum Command {
     /// Draws one start as a waterfall of its stages
     Trace(inspect::One),
     /// Prints the lines of node, relay, guest and agent about one peer pod, by time
-    Logs(logs::Args),
+    Logs(logs::LogsArgs),
     /// Prints the end of a VM's console, as the provider has it
     Console(inspect::Console),
     /// Lists the VMs of the node, or of all nodes of the cluster, without a record
     Orphans(inspect::Orphans),
     /// Cordons a node and evicts its peer pods, until their VMs are gone; exit code 1 if one is left
-    Drain(drain::Args),
+    Drain(drain::DrainArgs),
     /// Starts pods in a namespace of its own, tests their connections and removes them; exit code 1 if there is a fault
-    Test(connectivity::Args),
+    Test(connectivity::TestArgs),
     /// Collects the state for a report into one file without secrets
     #[command(after_help = SETTINGS)]
-    Sysdump(sysdump::Args),
+    Sysdump(sysdump::SysdumpArgs),
     /// Prints the versions of this program and of the node or the cluster
-    Version(version::Args),
+    Version(version::VersionArgs),
     /// Checks, prints and converts the configuration
     #[command(subcommand)]
-    Config(config::Command),
+    Config(config::ConfigCommand),
     /// Tests a provider
     #[command(subcommand)]
-    Provider(provider::Command),
+    Provider(provider::ProviderCommand),
     /// Builds VM images and uploads them to a provider
     #[command(subcommand)]
-    Image(image::Command),
+    Image(image::ImageCommand),
     /// Prints the completions for a shell
     Completions {
         /// The shell

@@ -35,7 +35,7 @@ const PROBE: Duration = Duration::from_secs(60);
 
 /// Subcommands of `peerpod provider`.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum ProviderCommand {
     /// Tests the provider of a configuration against every promise, with real VMs that are deleted again; exit code 1
     /// if a promise is broken, 2 if nothing was tested
     #[command(after_help = SETTINGS)]
@@ -78,7 +78,10 @@ impl Check {
 }
 
 /// Runs `peerpod provider check` with these settings besides the configuration file.
-pub(crate) fn run(Command::Check(words): Command, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(
+    ProviderCommand::Check(words): ProviderCommand,
+    settings: Vec<String>,
+) -> anyhow::Result<ExitCode> {
     let mut sources = Sources::of_this_process(settings);
     sources.file = Some(words.config.clone());
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));

@@ -20,7 +20,7 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Arguments of `peerpod status`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct StatusArgs {
     #[command(flatten)]
     from: SourceArgs,
     #[command(flatten)]
@@ -37,8 +37,8 @@ pub(crate) struct Args {
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 enum Status {
-    Node(Box<node::Status>),
-    Cluster(cluster::Status),
+    Node(Box<node::NodeAndRelay>),
+    Cluster(cluster::ClusterStatus),
 }
 
 impl Status {
@@ -58,7 +58,7 @@ impl Status {
 }
 
 /// Prints the state. Exit code 1 if pods cannot start.
-pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let deadline = Instant::now() + args.timeout;
     let status = loop {

@@ -33,7 +33,7 @@ const STDOUT: &str = "-";
 
 /// Arguments of `peerpod sysdump`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct SysdumpArgs {
     #[command(flatten)]
     from: SourceArgs,
     /// The archive, readable by its owner only; - is standard output [default: peerpod-sysdump-TIME.tar.gz]
@@ -138,7 +138,7 @@ impl Dump {
 }
 
 /// Writes the archive, prints its table of contents, and the failures to stderr. Exits with 1 if the source gave nothing.
-pub(crate) async fn run(args: Args, settings: Vec<String>) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: SysdumpArgs, settings: Vec<String>) -> anyhow::Result<ExitCode> {
     let source = args.from.open().await?;
     let seconds = u64::try_from(Timestamp::now().as_second()).unwrap_or_default();
     let out = args.out.unwrap_or_else(|| PathBuf::from(format!("peerpod-sysdump-{seconds}.tar.gz")));

@@ -17,7 +17,7 @@ const PROGRAMS: [&str; 4] = ["node", "relay", "controller", "webhook"];
 
 /// Arguments of `peerpod version`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct VersionArgs {
     #[command(flatten)]
     from: SourceArgs,
     #[command(flatten)]
@@ -46,7 +46,7 @@ struct Other {
 }
 
 /// Prints the versions. Exit code 0 also if they differ.
-pub(crate) async fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) async fn run(args: VersionArgs) -> anyhow::Result<ExitCode> {
     let mut versions = Versions {
         version: VERSION,
         commit: COMMIT,

@@ -19,7 +19,7 @@ const STATIC: &str = "kubernetes.io/config.mirror";
 
 /// A pod of the node with a VM, or one that wants a VM. One of the two may be gone already.
 #[derive(Clone, Debug)]
-pub(super) struct Found {
+pub(super) struct NodePod {
     /// Pod as namespace/name.
     pub(super) name: String,
     /// The provider's id of the VM, or of several, separated by commas.
@@ -29,7 +29,7 @@ pub(super) struct Found {
     pub(super) key: String,
 }
 
-impl Found {
+impl NodePod {
     /// The pod, unless it ends by itself.
     pub(super) fn evictable(&self) -> Option<&Pod> {
         self.pod.as_ref().filter(|pod| pod.metadata.deletion_timestamp.is_none() && !has_ended(pod))
@@ -88,7 +88,7 @@ impl Peers {
 ///
 /// # Errors
 /// The API server refuses or is away.
-pub(super) async fn find(cluster: &Cluster, node: &str, peers: &Peers) -> anyhow::Result<Vec<Found>> {
+pub(super) async fn find(cluster: &Cluster, node: &str, peers: &Peers) -> anyhow::Result<Vec<NodePod>> {
     let of_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
     let pods: Vec<Pod> = cluster.list("Pods", of_node).await?;
     let mut vms = Source::Cluster(cluster.clone()).list().await?;
@@ -97,11 +97,11 @@ pub(super) async fn find(cluster: &Cluster, node: &str, peers: &Peers) -> anyhow
 }
 
 /// Joins the pods of a node with its VMs. A pod with several VMs is found once.
-fn join(pods: Vec<Pod>, vms: Vec<Vm>, peers: &Peers) -> Vec<Found> {
-    let mut found: BTreeMap<String, Found> = BTreeMap::new();
+fn join(pods: Vec<Pod>, vms: Vec<Vm>, peers: &Peers) -> Vec<NodePod> {
+    let mut found: BTreeMap<String, NodePod> = BTreeMap::new();
     for pod in pods.iter().filter(|pod| peers.have(pod) && !has_ended(pod)) {
         let (key, name) = (pod.uid().unwrap_or_default(), name_of(pod));
-        found.insert(key.clone(), Found { name, vm: None, pod: Some(pod.clone()), key });
+        found.insert(key.clone(), NodePod { name, vm: None, pod: Some(pod.clone()), key });
     }
     for vm in vms {
         let uid = vm.fact("uid");
@@ -113,12 +113,12 @@ fn join(pods: Vec<Pod>, vms: Vec<Vm>, peers: &Peers) -> Vec<Found> {
         let pod = pods.iter().find(is_its);
         let uid = pod.and_then(ResourceExt::uid).unwrap_or(uid);
         let key = if uid.is_empty() { vm.pod.clone() } else { uid };
-        let new = || Found { name: vm.pod, vm: None, pod: pod.cloned(), key: key.clone() };
+        let new = || NodePod { name: vm.pod, vm: None, pod: pod.cloned(), key: key.clone() };
         let one = found.entry(key.clone()).or_insert_with(new);
         let all: Vec<String> = one.vm.take().into_iter().chain(vm.vm).collect();
         one.vm = Some(all.join(", ")).filter(|all| !all.is_empty());
     }
-    let mut found: Vec<Found> = found.into_values().collect();
+    let mut found: Vec<NodePod> = found.into_values().collect();
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
 }
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn a_pod_that_has_ended_or_is_ending_is_not_evicted() {
         let found =
-            |pod: Pod| Found { name: "a/b".to_owned(), vm: None, pod: Some(pod), key: "u".to_owned() };
+            |pod: Pod| NodePod { name: "a/b".to_owned(), vm: None, pod: Some(pod), key: "u".to_owned() };
         let mut one = pod(owned("ReplicaSet"), json!([]));
         assert!(found(one.clone()).evictable().is_some());
         one.status = Some(from_value(json!({"phase": "Succeeded"})).unwrap());

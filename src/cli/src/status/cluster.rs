@@ -23,7 +23,7 @@ const SHOWN: usize = 20;
 
 /// State of a cluster.
 #[derive(Debug, Serialize)]
-pub(super) struct Status {
+pub(super) struct ClusterStatus {
     /// The Lease of the controller's leader.
     controller: Option<Holder>,
     /// Peerpod's own workloads.
@@ -72,7 +72,7 @@ struct Failing {
     cause: String,
 }
 
-pub(super) async fn ask(cluster: &Cluster) -> anyhow::Result<Status> {
+pub(super) async fn ask(cluster: &Cluster) -> anyhow::Result<ClusterStatus> {
     let leases: Vec<Lease> = cluster.list("Leases", ListParams::default()).await?;
     let nodes: Vec<Node> = cluster.list("Nodes", ListParams::default()).await?;
     let mut programs: Vec<Program> = Vec::new();
@@ -113,7 +113,7 @@ pub(super) async fn ask(cluster: &Cluster) -> anyhow::Result<Status> {
             relay_behind: relays.get(name).copied(),
         })
     };
-    Ok(Status {
+    Ok(ClusterStatus {
         controller: leases.iter().find(|lease| lease.name_any() == CONTROLLER).map(holder),
         programs,
         nodes: leases.iter().filter_map(row).collect(),
@@ -143,7 +143,7 @@ impl Holder {
     }
 }
 
-impl Status {
+impl ClusterStatus {
     pub(super) fn is_ready(&self) -> bool {
         let leads = self.controller.as_ref().is_some_and(|leader| leader.fresh && !leader.name.is_empty());
         let nodes = !self.nodes.is_empty() && self.nodes.iter().all(|node| node.heartbeat.fresh);

@@ -20,7 +20,7 @@ const RELAY: Duration = Duration::from_secs(5);
 
 /// State of a node.
 #[derive(Debug, Serialize)]
-pub(super) struct Status {
+pub(super) struct NodeAndRelay {
     node: NodeStatus,
     relay: Relay,
 }
@@ -39,13 +39,13 @@ struct Relay {
     error: Option<String>,
 }
 
-pub(super) async fn ask(node: &Node) -> anyhow::Result<Status> {
+pub(super) async fn ask(node: &Node) -> anyhow::Result<NodeAndRelay> {
     let status: NodeStatus = node.get("/v1/node").await?;
     let relay = match relay(status.relay.admin).await {
         Ok(relay) => relay,
         Err(error) => Relay { error: Some(format!("{error:#}")), ..Relay::default() },
     };
-    Ok(Status { node: status, relay })
+    Ok(NodeAndRelay { node: status, relay })
 }
 
 async fn relay(admin: SocketAddr) -> anyhow::Result<Relay> {
@@ -76,7 +76,7 @@ fn version(metrics: &str) -> Option<String> {
     rest.split_once('"').map(|(version, _)| version.to_owned())
 }
 
-impl Status {
+impl NodeAndRelay {
     pub(super) fn is_ready(&self) -> bool {
         self.node.is_ready && self.relay.ready
     }
@@ -87,7 +87,7 @@ impl Status {
     }
 
     pub(super) fn text(&self) -> String {
-        let Status { node, relay } = self;
+        let NodeAndRelay { node, relay } = self;
         let mut text = String::new();
         let mut line = |name: &str, value: String| writeln!(text, "{name:<12} {value}").ok();
         line("node", format!("{}: {}", node.node, mark(self.is_ready(), "ready", "not ready")));
