@@ -127,10 +127,9 @@ async fn inspect(alibaba: &Alibaba, ids: &[String]) -> Result<Vec<ProviderEvent>
 
 #[cfg(test)]
 mod tests {
-    use peerpod_provider_cloud::Marks;
+    use peerpod_provider_cloud::{Marks, VmState};
 
     use super::*;
-    use crate::vms::VmState;
 
     fn vm(is_recalled: bool) -> Vm {
         Vm {

@@ -15,7 +15,7 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, offering, until, wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -26,7 +26,7 @@ use crate::create::Launch;
 use crate::events::{self, Spots};
 use crate::facts::{self, FRESH, Facts, ImageFacts};
 use crate::remove::{self, Terminate};
-use crate::vms::{self, Vm, VmLookup, VmState};
+use crate::vms::{self, Vm, VmLookup};
 use crate::{preflight, volumes};
 
 /// Largest accepted user-data, in bytes before base64 ("RunInstances", `UserData`).

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use peerpod_provider_api::{Error, InstanceId, Owner};
 use peerpod_provider_cloud::batch::{Answers, what};
-use peerpod_provider_cloud::{Batcher, Recent};
+use peerpod_provider_cloud::{Batcher, Recent, VmState};
 use tokio::time::Instant;
 
 use crate::client::{Call, Ecs, Parameters};
-use crate::vms::{self, Vm, VmState, WINDOW};
+use crate::vms::{self, Vm, WINDOW};
 
 /// Batcher that deletes VMs. False: the cloud does not know the VM, or shows it without the tags of this owner.
 pub(crate) type Terminate = Batcher<String, bool>;
@@ -45,6 +45,7 @@ async fn by_ids(
     });
     // The cloud has shown them. A repeated call need not wait for them when this one is dropped.
     found.keys().filter_map(|id| InstanceId::new(id.clone()).ok()).for_each(|id| recent.seen(&id));
+    // The cloud refuses the deletion of a VM that it still makes.
     let ready: Vec<String> =
         found.values().filter(|vm| vm.state != VmState::Pending).map(|vm| vm.id.clone()).collect();
     let refused = delete(&ecs, ready, until).await?;

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::time::SystemTime;
 
-use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
+use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, Owner};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::marks::{CLUSTER, INSTALLATION, KEY, NODE};
-use peerpod_provider_cloud::{Lookup, Marks, Window};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -39,33 +39,15 @@ pub(crate) struct Vm {
     pub is_recalled: bool,
 }
 
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmState {
-    /// The cloud makes it. It cannot be deleted now.
-    Pending,
-    Starting,
-    Running,
-    /// Stopping, by itself or for a delete.
-    Stopping,
-    Stopped,
-}
-
-impl VmState {
-    fn of(word: &str) -> VmState {
-        match word {
-            "Starting" => VmState::Starting,
-            "Running" => VmState::Running,
-            "Stopping" => VmState::Stopping,
-            "Stopped" => VmState::Stopped,
-            // Also a state that the cloud may add later. The VM exists, so it must be listed to be deleted.
-            _ => VmState::Pending,
-        }
-    }
-
-    /// Whether the VM lives, or is about to.
-    pub(crate) fn lives(self) -> bool {
-        matches!(self, VmState::Pending | VmState::Starting | VmState::Running)
+/// Reads a life-cycle state.
+fn state(word: &str) -> VmState {
+    match word {
+        "Starting" => VmState::Placed,
+        "Running" => VmState::Running,
+        "Stopping" => VmState::Stopping,
+        "Stopped" => VmState::Ended,
+        // Also a state that the cloud may add later. The VM exists, so it must be listed to be deleted.
+        _ => VmState::Pending,
     }
 }
 
@@ -86,7 +68,7 @@ impl Vm {
         let locks = read::list(body, "/OperationLocks/LockReason").iter();
         Some(Vm {
             id: id.to_owned(),
-            state: VmState::of(read::text(body, "/Status").unwrap_or_default()),
+            state: state(read::text(body, "/Status").unwrap_or_default()),
             machine: read::text(body, "/InstanceType").map(str::to_owned),
             zone: read::text(body, "/ZoneId").map(str::to_owned),
             private: address("/VpcAttributes/PrivateIpAddress/IpAddress").into_iter().collect(),
@@ -101,32 +83,13 @@ impl Vm {
 
     /// Returns the addresses, the preferred one first; empty if there are none yet.
     pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
-        if !public {
-            return self.private.clone();
-        }
-        // Where public addresses are configured, the node cannot reach the VM without one.
-        match self.public {
-            Some(address) => [address].into_iter().chain(self.private.iter().copied()).collect(),
-            None => Vec::new(),
-        }
+        addresses(&self.private, self.public, public)
     }
 
     /// Returns the VM's entry in a list. The cloud shows a VM that is being deleted like one that stops by itself.
     pub(crate) fn owned(&self, public: bool) -> Option<Owned> {
-        let state = match self.state {
-            VmState::Pending | VmState::Starting => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Stopping | VmState::Stopped => OwnedState::Ended,
-        };
-        Some(Owned {
-            id: InstanceId::new(self.id.clone()).ok()?,
-            key: self.marks.key.clone(),
-            name: self.marks.name.clone(),
-            state,
-            addresses: self.addresses(public),
-            created: self.created,
-            node: self.marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let id = InstanceId::new(self.id.clone()).ok()?;
+        Some(self.marks.owned(id, self.state.owned()?, self.addresses(public), self.created))
     }
 }
 
@@ -231,6 +194,7 @@ async fn pages(
 
 #[cfg(test)]
 mod tests {
+    use peerpod_provider_api::OwnedState;
     use serde_json::json;
 
     use super::*;

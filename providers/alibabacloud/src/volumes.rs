@@ -11,7 +11,7 @@ use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Lookup, until};
+use peerpod_provider_cloud::{Lookup, VmState, until};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 use tokio::time::Instant;
@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use crate::Alibaba;
 use crate::client::{Call, Ecs, PAGE, Parameters};
 use crate::config::is_id;
-use crate::vms::{VmState, WINDOW};
+use crate::vms::WINDOW;
 
 /// Number of characters of its serial number that a virtio disk shows.
 const VIRTIO: usize = 20;

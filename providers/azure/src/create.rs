@@ -9,7 +9,7 @@ use std::time::Duration;
 use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
-use peerpod_provider_cloud::{MachineType, Offering, Wait, names};
+use peerpod_provider_cloud::{MachineType, Offering, VmState, Wait, names};
 use peerpod_provider_rest::header::IF_NONE_MATCH;
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait};
 use tokio::time::Instant;
@@ -22,7 +22,7 @@ use crate::facts::Facts;
 use crate::ids::ResourceId;
 use crate::image::ImageFacts;
 use crate::refusal::{REFUSALS, standing};
-use crate::vms::{self, VmState};
+use crate::vms;
 use crate::{operations, remove};
 
 /// Pauses between two looks at a VM that Azure has not decided on. Azure accepts twelve looks at one VM in a minute, and
@@ -148,11 +148,11 @@ impl Launch<'_> {
         };
         Ok(match vm.state {
             // A VM that Azure started and could not keep shows a power state beside its refusal.
-            VmState::Placed | VmState::Running | VmState::Ended => match vm.refusal {
+            VmState::Placed | VmState::Running | VmState::Stopping | VmState::Ended => match vm.refusal {
                 Some(said) if vm.state == VmState::Ended || is_shortage(&said) => Decision::Refused(said),
                 _ => Decision::Made(Fate::Placed),
             },
-            VmState::Deleting => Decision::Made(Fate::Going),
+            VmState::Deleting | VmState::Deleted => Decision::Made(Fate::Going),
             VmState::Pending => Decision::Open,
             VmState::Failed => {
                 let said = match vm.refusal {

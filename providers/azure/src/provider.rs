@@ -14,8 +14,8 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offering,
-    until, wait_for,
+    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates,
+    offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -26,7 +26,7 @@ use crate::create::Launch;
 use crate::facts::{FRESH, Facts};
 use crate::ids::{ResourceId, VM};
 use crate::image::{ImageFacts, ImageId};
-use crate::vms::{self, VmState};
+use crate::vms;
 use crate::volumes::short;
 use crate::{body, console, remove, volumes};
 

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, Window, names};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, names};
 use peerpod_provider_rest::{Failure, Said, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -38,21 +38,6 @@ pub(crate) struct Vm {
     pub disks: Vec<(u32, String)>,
     /// Code and message of a failed creation, where Azure shows them.
     pub refusal: Option<Said>,
-}
-
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmState {
-    /// Azure has not decided, or does not show it.
-    Pending,
-    /// Azure has found a place for it, and starts it.
-    Placed,
-    Running,
-    /// It powered itself off, or was deallocated.
-    Ended,
-    /// Azure refused it after it had accepted the create.
-    Failed,
-    Deleting,
 }
 
 impl Vm {
@@ -87,21 +72,8 @@ impl Vm {
 
     /// Returns the VM's entry in a list.
     fn owned(&self, addresses: Vec<IpAddr>) -> Option<Owned> {
-        let state = match self.state {
-            VmState::Pending | VmState::Placed => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Ended | VmState::Failed => OwnedState::Ended,
-            VmState::Deleting => OwnedState::Deleting,
-        };
-        Some(Owned {
-            id: InstanceId::new(self.id.text()).ok()?,
-            key: self.marks.key.clone(),
-            name: self.marks.name.clone(),
-            state,
-            addresses,
-            created: self.made,
-            node: self.marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let id = InstanceId::new(self.id.text()).ok()?;
+        Some(self.marks.owned(id, self.state.owned()?, addresses, self.made))
     }
 }
 

@@ -5,7 +5,7 @@
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{VmState, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ use crate::ids::{DISK, ResourceId};
 use crate::operations;
 use crate::provider::LOOKS;
 use crate::refusal::REFUSALS;
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 
 /// Action that attaches and detaches.
 const CHANGE: &str = "VirtualMachines_AttachDetachDataDisks";

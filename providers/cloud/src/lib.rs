@@ -7,6 +7,7 @@
 //!   limits of concurrency, and deadlines.
 //! * [`batch`]: one call for the requests of many callers within a short time.
 //! * [`names`] and [`marks`]: the name of a VM, which makes a create idempotent, and the marks that prove its owner.
+//! * [`VmState`] and [`addresses`]: the life-cycle states of a VM, and the order of its addresses.
 //! * [`Kept`], [`Recent`], [`Strays`], [`Wait`] and [`wait_for`]: answers of the cloud that are old, late or not yet
 //!   consistent.
 //! * [`image`]: the upload of a built disk image.
@@ -30,6 +31,7 @@ pub mod refusal;
 pub mod settings;
 mod strays;
 mod text;
+mod vm;
 mod wait;
 
 pub use batch::{Batcher, Lookup, Window};
@@ -42,4 +44,5 @@ pub use planner::{Planner, check_creates, offering, offerings};
 pub use recent::Recent;
 pub use refusal::{Meaning, Refusals};
 pub use strays::Strays;
+pub use vm::{VmState, addresses};
 pub use wait::{Look, Wait, wait_for};

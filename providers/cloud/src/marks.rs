@@ -2,8 +2,10 @@
 //! accept different texts; an [`Alphabet`] describes one cloud. Pure.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::SystemTime;
 
-use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner};
+use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
 use serde::{Deserialize, Serialize};
 
 /// Prefix of the names of our marks.
@@ -66,6 +68,18 @@ impl Marks {
     /// Whether a VM with these marks has this owner.
     pub fn are_of(&self, owner: &Owner) -> bool {
         owner.owns(self.cluster.as_deref(), self.node.as_deref(), self.installation.as_deref())
+    }
+
+    /// Returns the entry in a list of the VM with these marks.
+    pub fn owned(
+        &self,
+        id: InstanceId,
+        state: OwnedState,
+        addresses: Vec<IpAddr>,
+        created: Option<SystemTime>,
+    ) -> Owned {
+        let node = self.node.clone().filter(|node| !node.is_empty());
+        Owned { id, key: self.key.clone(), name: self.name.clone(), state, addresses, created, node }
     }
 
     /// Returns the marks as JSON, for a cloud with a free text beside its labels.

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use peerpod_provider_api::{Created, CreatedMany, Error, IdempotencyKey, Owner};
-use peerpod_provider_cloud::names;
+use peerpod_provider_cloud::{VmState, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::{Map, Value};
 use tokio::time::Instant;
@@ -16,7 +16,7 @@ use crate::client::Call;
 use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
 use crate::links::VmId;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 
 /// Longest time that a list may lack VMs that the operation counts.
 const UNSEEN: Duration = Duration::from_secs(10);
@@ -105,7 +105,7 @@ impl Launch<'_> {
         for vm in seen {
             self.check_marks(vm)?;
         }
-        let is_decided = |vm: &Vm| vm.state != VmState::Provisioning;
+        let is_decided = |vm: &Vm| vm.state != VmState::Pending;
         if counted.is_open && seen.iter().filter(|vm| is_decided(vm)).count() < count as usize {
             return Err(Error::transient(format!(
                 "{}: Google has not decided on all {count} VMs yet; the same call is repeated",

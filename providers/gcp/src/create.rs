@@ -15,7 +15,7 @@ use peerpod_provider_api::{
     CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market, Owner,
 };
 use peerpod_provider_cloud::exhausted::Scope;
-use peerpod_provider_cloud::{MachineType, Meaning, Offering, names};
+use peerpod_provider_cloud::{MachineType, Meaning, Offering, VmState, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -27,7 +27,7 @@ use crate::facts::ImageFacts;
 use crate::links::{self, VmId};
 use crate::provider::Connected;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{Vm, VmState, is_missing};
+use crate::vms::{Vm, is_missing};
 
 /// Time for which Google may not show a VM whose operation has ended.
 const UNSEEN: Duration = Duration::from_secs(10);
@@ -157,8 +157,8 @@ impl Launch<'_> {
             self.check_marks(&seen)?;
             return Ok(match seen.state {
                 // One that stops is being deleted, or has ended: it vanishes, or has no addresses.
-                VmState::Provisioning | VmState::Stopping | VmState::Deleting => Decision::Open,
-                VmState::Staging | VmState::Running | VmState::Ended => {
+                VmState::Pending | VmState::Stopping | VmState::Deleting | VmState::Deleted => Decision::Open,
+                VmState::Placed | VmState::Running | VmState::Ended | VmState::Failed => {
                     Decision::Made(Seen::Vm(Box::new(seen)))
                 }
             });

@@ -12,7 +12,7 @@ use peerpod_provider_api::{
     Provider, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, offering, until, wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -23,7 +23,7 @@ use crate::create::Launch;
 use crate::facts::{self, FRESH, Facts, ImageFacts};
 use crate::links::{Image, VmId};
 use crate::remove::{self, Deleted};
-use crate::vms::{self, Vm, VmLookup, VmState};
+use crate::vms::{self, Vm, VmLookup};
 use crate::{preflight, volumes};
 
 /// Largest accepted user-data, in bytes: the guest's limit. Google takes 256 KiB.
@@ -245,7 +245,7 @@ impl Provider for GcpProvider {
         let gcp = &self.0;
         let public = gcp.config.use_public_ip;
         // Before Google has decided, a VM has an address, and may vanish.
-        let is_ready = |vm: &Vm| vm.state != VmState::Provisioning && !vm.addresses(public).is_empty();
+        let is_ready = |vm: &Vm| vm.state != VmState::Pending && !vm.addresses(public).is_empty();
         let seen = gcp.wait_for(id, &what, is_ready).await?;
         if seen.state.lives() {
             return Ok(seen.addresses(public));

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, InstanceId};
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{VmState, until};
 use tokio::time::Instant;
 
 use crate::Gcp;
 use crate::client::Call;
 use crate::links::VmId;
-use crate::vms::{VmState, is_missing};
+use crate::vms::is_missing;
 
 /// Time for which a delete is remembered; longer than Google needs to stop a VM.
 const REMEMBERED: Duration = Duration::from_secs(600);

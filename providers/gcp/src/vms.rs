@@ -9,7 +9,7 @@ use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, IdempotencyKey, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Lookup, Marks, Window};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -39,37 +39,16 @@ pub(crate) struct Vm {
     pub reason: Option<String>,
 }
 
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmState {
-    /// Google has not decided on it: it reserves the resources.
-    Provisioning,
-    /// Google has the resources and prepares the boot.
-    Staging,
-    Running,
-    /// Stopping, for a delete or by itself.
-    Stopping,
-    Ended,
-    /// Google frees its resources.
-    Deleting,
-}
-
-impl VmState {
-    fn of(word: &str) -> VmState {
-        match word {
-            "STAGING" => VmState::Staging,
-            "RUNNING" | "REPAIRING" => VmState::Running,
-            "STOPPING" | "PENDING_STOP" | "SUSPENDING" => VmState::Stopping,
-            "DEPROVISIONING" => VmState::Deleting,
-            "TERMINATED" | "STOPPED" | "SUSPENDED" => VmState::Ended,
-            // Also a state that Google may add later. The VM exists, so it must be listed to be deleted.
-            _ => VmState::Provisioning,
-        }
-    }
-
-    /// Whether the VM lives, or is about to.
-    pub(crate) fn lives(self) -> bool {
-        matches!(self, VmState::Provisioning | VmState::Staging | VmState::Running)
+/// Reads a life-cycle state.
+fn state(word: &str) -> VmState {
+    match word {
+        "STAGING" => VmState::Placed,
+        "RUNNING" | "REPAIRING" => VmState::Running,
+        "STOPPING" | "PENDING_STOP" | "SUSPENDING" => VmState::Stopping,
+        "DEPROVISIONING" => VmState::Deleting,
+        "TERMINATED" | "STOPPED" | "SUSPENDED" => VmState::Ended,
+        // Also a state that Google may add later. The VM exists, so it must be listed to be deleted.
+        _ => VmState::Pending,
     }
 }
 
@@ -84,7 +63,7 @@ impl Vm {
             Some((source.path(), read::text(disk, "/deviceName").unwrap_or_default().to_owned()))
         };
         Some(Vm {
-            state: VmState::of(read::text(body, "/status").unwrap_or_default()),
+            state: state(read::text(body, "/status").unwrap_or_default()),
             machine: read::text(body, "/machineType").map(|link| links::last(link).to_owned()),
             private: read::address(body, "/networkInterfaces/0/networkIP").into_iter().collect(),
             public: read::list(body, "/networkInterfaces/0/accessConfigs")
@@ -101,35 +80,14 @@ impl Vm {
 
     /// Returns the addresses, the preferred one first; empty if there are none yet.
     pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
-        if !public {
-            return self.private.clone();
-        }
-        // Where public addresses are configured, the node cannot reach the VM without one.
-        match self.public {
-            Some(address) => [address].into_iter().chain(self.private.iter().copied()).collect(),
-            None => Vec::new(),
-        }
+        addresses(&self.private, self.public, public)
     }
 
     /// Returns the VM's entry in a list. Google shows a VM that is being deleted like one that stops by itself.
     /// `is_deleted`: this process requested its deletion.
     pub(crate) fn owned(&self, public: bool, is_deleted: bool) -> Option<Owned> {
-        let state = match self.state {
-            _ if is_deleted => OwnedState::Deleting,
-            VmState::Provisioning | VmState::Staging => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Stopping | VmState::Ended => OwnedState::Ended,
-            VmState::Deleting => OwnedState::Deleting,
-        };
-        Some(Owned {
-            id: self.id.id()?,
-            key: self.marks.key.clone(),
-            name: self.marks.name.clone(),
-            state,
-            addresses: self.addresses(public),
-            created: self.created,
-            node: self.marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let state = if is_deleted { OwnedState::Deleting } else { self.state.owned()? };
+        Some(self.marks.owned(self.id.id()?, state, self.addresses(public), self.created))
     }
 }
 
@@ -321,10 +279,7 @@ mod tests {
         one["status"] = json!("NEW_STATE");
         one["networkInterfaces"] = json!([{"networkIP": "0.0.0.0"}]);
         let vm = Vm::of(&one).unwrap();
-        assert_eq!(
-            (vm.state, vm.addresses(false).len(), vm.addresses(true).len()),
-            (VmState::Provisioning, 0, 0)
-        );
+        assert_eq!((vm.state, vm.addresses(false).len(), vm.addresses(true).len()), (VmState::Pending, 0, 0));
         one["status"] = json!("STOPPING");
         assert_eq!(Vm::of(&one).unwrap().owned(false, false).unwrap().state, OwnedState::Ended);
     }

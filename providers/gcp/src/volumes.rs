@@ -7,7 +7,7 @@
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{VmState, until};
 use peerpod_provider_rest::{Decision, Failure, decide, end_of_wait, read};
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ use crate::body::DataDisk;
 use crate::client::Call;
 use crate::create::{failure_of, identity, is_done};
 use crate::links::{self, Disk, VmId};
-use crate::vms::{Vm, VmState, is_missing};
+use crate::vms::{Vm, is_missing};
 
 /// Disk as Google shows it.
 struct Found {
@@ -95,7 +95,7 @@ async fn find(gcp: &Gcp, disk: &Disk, what: &str) -> Result<Option<Found>, Error
 pub(crate) async fn attach(gcp: &Gcp, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
     let what = format!("attach of {} to {id}", clip(&disk.volume));
     let parsed = parse(gcp, &disk.volume, &what)?;
-    let vm = gcp.wait_for(id, &what, |vm| vm.state != VmState::Provisioning).await?;
+    let vm = gcp.wait_for(id, &what, |vm| vm.state != VmState::Pending).await?;
     if !vm.state.lives() {
         return Err(Error::not_found(format!("{what}: the VM has ended")));
     }

@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use parking_lot::Mutex;
 use peerpod_provider_api::{Chosen, CreateRequest, Created, Error, IdempotencyKey, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{names, until};
+use peerpod_provider_cloud::{VmState, names, until};
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait, ibm, read};
 use tokio::time::Instant;
 
@@ -24,7 +24,7 @@ use crate::config::is_name;
 use crate::duplicates;
 use crate::refusal::REFUSALS;
 use crate::size::VmSize;
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 
 /// Action that makes a VM.
 const CREATE: &str = "pvminstances.post";
@@ -172,8 +172,10 @@ impl Launch<'_> {
                 None => Decision::Made(false),
                 Some(vm) => match (vm.state, vm.fault) {
                     (VmState::Pending, _) => Decision::Open,
-                    (VmState::Running | VmState::Ended, _) => Decision::Made(true),
-                    (VmState::Deleting, _) => Decision::Made(false),
+                    (VmState::Placed | VmState::Running | VmState::Stopping | VmState::Ended, _) => {
+                        Decision::Made(true)
+                    }
+                    (VmState::Deleting | VmState::Deleted, _) => Decision::Made(false),
                     (VmState::Failed, fault) => Decision::Refused(fault.unwrap_or_default()),
                 },
             })

@@ -2,10 +2,10 @@
 //! late. All processes choose the same: the oldest. A younger one appears later, so the choice never changes.
 
 use peerpod_provider_api::Error;
-use peerpod_provider_cloud::{Marks, until};
+use peerpod_provider_cloud::{Marks, VmState, until};
 
 use crate::client::Power;
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 
 /// VM with its marks, which are those of this owner.
 type Own = (Vm, Marks);

@@ -12,7 +12,9 @@ use peerpod_provider_api::{
     Preflight, Provider,
 };
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Look, Marks, Recent, Scheduler, Wait, check_creates, names, until, wait_for};
+use peerpod_provider_cloud::{
+    Look, Marks, Recent, Scheduler, VmState, Wait, check_creates, names, until, wait_for,
+};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
@@ -21,7 +23,7 @@ use crate::config::{PowerVsConfig, is_name};
 use crate::create::{Launch, Unclear};
 use crate::duplicates;
 use crate::leases::{self, LeaseLookup};
-use crate::vms::{self, Tags, Vm, VmLookup, VmState};
+use crate::vms::{self, Tags, Vm, VmLookup};
 
 /// User-data limit before base64 ("63K" in IBM's description of the API).
 const MAX_USER_DATA: usize = 63 << 10;

@@ -10,9 +10,9 @@ use std::time::SystemTime;
 use futures_util::future::try_join_all;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use parking_lot::Mutex;
-use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState};
+use peerpod_provider_api::{Error, InstanceId, Owned};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, Window, names};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses, names};
 use peerpod_provider_rest::{Failure, Method, Said, ibm, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -48,19 +48,6 @@ pub(crate) struct Nic {
     pub mac: Option<String>,
 }
 
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum VmState {
-    /// PowerVS builds it.
-    Pending,
-    Running,
-    /// It powered itself off.
-    Ended,
-    /// PowerVS could not make it.
-    Failed,
-    Deleting,
-}
-
 impl Vm {
     /// Reads a VM; `None`: the value is none.
     pub(crate) fn of(value: &Value) -> Option<Vm> {
@@ -91,21 +78,9 @@ impl Vm {
 
     /// Returns the VM's entry in a list.
     pub(crate) fn owned(&self, marks: &Marks, public: bool) -> Option<Owned> {
-        let state = match self.state {
-            VmState::Pending => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Ended | VmState::Failed => OwnedState::Ended,
-            VmState::Deleting => OwnedState::Deleting,
-        };
-        Some(Owned {
-            id: InstanceId::new(self.id.clone()).ok()?,
-            key: marks.key.clone(),
-            name: marks.name.clone(),
-            state,
-            addresses: self.nics.first().map(|nic| nic.addresses(public)).unwrap_or_default(),
-            created: self.made,
-            node: marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let id = InstanceId::new(self.id.clone()).ok()?;
+        let addresses = self.nics.first().map(|nic| nic.addresses(public)).unwrap_or_default();
+        Some(marks.owned(id, self.state.owned()?, addresses, self.made))
     }
 }
 
@@ -120,14 +95,9 @@ impl Nic {
         }
     }
 
-    /// Returns the addresses, the preferred one first; empty if there are none yet. Where public addresses are configured,
-    /// the node cannot reach the VM without one.
+    /// Returns the addresses, the preferred one first; empty if there are none yet.
     pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
-        match (public, self.public) {
-            (true, None) => Vec::new(),
-            (true, Some(own)) => [own].into_iter().chain(self.address).collect(),
-            (false, _) => self.address.into_iter().collect(),
-        }
+        addresses(self.address.as_slice(), self.public, public)
     }
 }
 

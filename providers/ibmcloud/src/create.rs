@@ -13,7 +13,7 @@ use std::sync::Arc;
 use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
-use peerpod_provider_cloud::{Offering, until};
+use peerpod_provider_cloud::{Offering, VmState, until};
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait, ibm, read};
 use tokio::time::Instant;
 
@@ -22,7 +22,7 @@ use crate::body::Body;
 use crate::client::{Vpc, call};
 use crate::ids::{self, Place};
 use crate::refusal::{REFUSALS, is_of_the_subnet, standing};
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 use crate::volumes::identity;
 use crate::{remove, tags};
 
@@ -124,8 +124,10 @@ impl Launch<'_> {
                 None => Decision::Made(Fate::Going),
                 Some(vm) => match vm.state {
                     VmState::Pending => Decision::Open,
-                    VmState::Running | VmState::Ended => Decision::Made(Fate::Placed(Box::new(vm))),
-                    VmState::Deleting => Decision::Made(Fate::Going),
+                    VmState::Placed | VmState::Running | VmState::Stopping | VmState::Ended => {
+                        Decision::Made(Fate::Placed(Box::new(vm)))
+                    }
+                    VmState::Deleting | VmState::Deleted => Decision::Made(Fate::Going),
                     VmState::Failed => Decision::Refused(vm.reason.unwrap_or_else(|| Said {
                         code: "cannot_start".to_owned(),
                         message: "IBM gives no reason".to_owned(),

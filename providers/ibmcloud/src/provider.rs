@@ -14,8 +14,8 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offering,
-    until, wait_for,
+    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates,
+    offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -25,7 +25,7 @@ use crate::config::IbmCloudConfig;
 use crate::create::Launch;
 use crate::facts::{self, FRESH, Facts};
 use crate::ids::{self, Place};
-use crate::vms::{self, Vm, VmState};
+use crate::vms::{self, Vm};
 use crate::{remove, volumes};
 
 /// User-data limit ("User data", 64 KB), in bytes.

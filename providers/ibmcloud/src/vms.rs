@@ -6,9 +6,9 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use futures_util::future::try_join_all;
-use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
+use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, Window, marks};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, marks};
 use peerpod_provider_rest::{Failure, Said, ibm, read};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -48,19 +48,6 @@ pub(crate) struct Disk {
     pub device: Option<String>,
 }
 
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmState {
-    /// IBM makes or starts it, and may still refuse it.
-    Pending,
-    Running,
-    /// It powered itself off, or IBM stopped it.
-    Ended,
-    /// IBM refused it after it had accepted the create.
-    Failed,
-    Deleting,
-}
-
 impl Vm {
     /// Reads an instance; `None`: the value is none.
     pub(crate) fn of(value: &Value) -> Option<Vm> {
@@ -96,18 +83,12 @@ impl Vm {
 
     /// Returns the VM's entry in a list. The tags of its boot volume have its pod and its node.
     fn owned(&self, owner: &Owner, tags: Option<&Marks>) -> Option<Owned> {
-        let state = match self.state {
-            VmState::Pending => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Ended | VmState::Failed => OwnedState::Ended,
-            VmState::Deleting => OwnedState::Deleting,
-        };
         let node = tags.and_then(|tags| tags.node.clone()).unwrap_or_else(|| owner.node_name.clone());
         Some(Owned {
             id: InstanceId::new(self.id.clone()).ok()?,
             key: self.key.clone().or_else(|| tags?.key.clone()),
             name: tags.and_then(|tags| tags.name.clone()),
-            state,
+            state: self.state.owned()?,
             addresses: self.addresses.clone(),
             created: self.made,
             node: Some(node).filter(|node| !node.is_empty()),

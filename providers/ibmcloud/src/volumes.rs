@@ -6,14 +6,14 @@
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{VmState, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::{Value, json};
 
 use crate::IbmCloud;
 use crate::client::call;
 use crate::ids;
-use crate::vms::{self, Disk, Vm, VmState};
+use crate::vms::{self, Disk, Vm};
 
 /// Characters of a virtio serial number.
 const SERIAL: usize = 20;

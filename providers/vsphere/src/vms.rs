@@ -110,15 +110,9 @@ impl Vm {
             Power::Off if is_new => OwnedState::Pending,
             Power::Off => OwnedState::Ended,
         };
-        Some(Owned {
-            id: InstanceId::new(self.name.clone()).ok()?,
-            key: self.marks.key.clone(),
-            name: self.marks.name.clone(),
-            state,
-            addresses: if self.lives() { self.addresses.clone() } else { Vec::new() },
-            created: self.created,
-            node: self.marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let id = InstanceId::new(self.name.clone()).ok()?;
+        let addresses = if self.lives() { self.addresses.clone() } else { Vec::new() };
+        Some(self.marks.owned(id, state, addresses, self.created))
     }
 }
 

@@ -25,7 +25,7 @@ use peerpod_provider_api::{
     Chosen, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market,
 };
 use peerpod_provider_cloud::exhausted::Scope;
-use peerpod_provider_cloud::{Meaning, Offering, Wait};
+use peerpod_provider_cloud::{Meaning, Offering, VmState, Wait};
 use tokio::time::Instant;
 
 use crate::config::ALPHABET;
@@ -34,7 +34,7 @@ use crate::ec2::client::Ec2;
 use crate::ec2::facts::Facts;
 use crate::ec2::refusal::{Failure, REFUSALS};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
-use crate::ec2::vms::{self, Vm, VmState};
+use crate::ec2::vms::{self, Vm};
 
 /// Longest time that a new VM may stay invisible. EC2 is eventually consistent; in practice this takes seconds.
 const UNSEEN: Duration = Duration::from_secs(12);
@@ -461,7 +461,7 @@ impl Launch<'_> {
     }
 
     fn created(&self, seen: &Vm) -> Option<Created> {
-        if seen.state == VmState::Terminated {
+        if seen.state == VmState::Deleted {
             return None;
         }
         let chosen = Chosen {

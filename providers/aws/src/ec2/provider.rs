@@ -17,8 +17,8 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, Strays, Wait, Window, check_creates, offerings, until,
-    wait_for,
+    Kept, Look, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates, offerings,
+    until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
@@ -31,7 +31,7 @@ use crate::ec2::events;
 use crate::ec2::facts::{FRESH, Facts, Subnet};
 use crate::ec2::remove::{self, Terminate};
 use crate::ec2::shape::ImageFacts;
-use crate::ec2::vms::{self, Vm, VmState};
+use crate::ec2::vms::{self, Vm};
 use crate::ec2::volumes;
 
 /// User-data limit before base64 (EC2 User Guide, "Run commands at launch"); it also holds for a fleet.
@@ -143,7 +143,7 @@ impl Aws {
                 return Ok(if seen.marks.cluster.is_some() { Look::Foreign } else { Look::Unmarked });
             }
             self.spots.seen(&seen);
-            let has_ended = matches!(seen.state, VmState::ShuttingDown | VmState::Terminated);
+            let has_ended = matches!(seen.state, VmState::Deleting | VmState::Deleted);
             Ok(if has_ended || is_as_wanted(&seen) { Look::Done(seen) } else { Look::Open })
         };
         wait_for(&LOOKS, &self.recent, id, (what, "EC2"), look).await
@@ -293,15 +293,13 @@ impl Provider for AwsProvider {
         let aws = &self.0;
         let public = aws.config.use_public_ip;
         let seen = aws
-            .wait_for(id, &what, |vm| vm.state == VmState::Stopped || !vm.addresses(public).is_empty())
+            .wait_for(id, &what, |vm| vm.state == VmState::Ended || !vm.addresses(public).is_empty())
             .await?;
-        match seen.state {
-            VmState::Pending | VmState::Running => Ok(seen.addresses(public)),
-            VmState::Stopped | VmState::ShuttingDown | VmState::Terminated => {
-                let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
-                Err(Error::not_found(format!("{what}: it has ended{why}")))
-            }
+        if seen.state.lives() {
+            return Ok(seen.addresses(public));
         }
+        let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
+        Err(Error::not_found(format!("{what}: it has ended{why}")))
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {

@@ -8,13 +8,13 @@ use std::collections::HashMap;
 use aws_sdk_ec2::types::Filter;
 use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Strays, Window, until};
+use peerpod_provider_cloud::{Lookup, Strays, VmState, Window, until};
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
 use crate::ec2::shape::marks;
-use crate::ec2::vms::{self, VmState};
+use crate::ec2::vms;
 
 /// Batcher that terminates VMs. `None`: EC2 does not know the VM, or shows it without the tags of this owner.
 pub(crate) type Terminate = Lookup<()>;
@@ -48,9 +48,8 @@ async fn by_ids(
         }
         ours
     });
-    let (ended, ids): (Vec<_>, Vec<_>) = found
-        .into_iter()
-        .partition(|(_, vm)| matches!(vm.state, VmState::ShuttingDown | VmState::Terminated));
+    let (ended, ids): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|(_, vm)| matches!(vm.state, VmState::Deleting | VmState::Deleted));
     let ids: Vec<String> = ids.into_iter().map(|(id, _)| id).collect();
     let ec2 = &ec2;
     let terminate = |ids: Vec<String>| async move {

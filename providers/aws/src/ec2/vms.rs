@@ -6,10 +6,10 @@ use std::time::{Duration, SystemTime};
 
 use aws_sdk_ec2::operation::describe_instances::builders::DescribeInstancesFluentBuilder;
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
-use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Owner};
+use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, Owner};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::marks::{CLUSTER, INSTALLATION, KEY, NODE};
-use peerpod_provider_cloud::{Lookup, Marks, Window};
+use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses};
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
@@ -40,17 +40,6 @@ pub(crate) struct Vm {
     pub reason: Option<String>,
 }
 
-/// Life-cycle state of a VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum VmState {
-    Pending,
-    Running,
-    /// Stopped or stopping.
-    Stopped,
-    ShuttingDown,
-    Terminated,
-}
-
 impl Vm {
     fn of(vm: Instance) -> Option<Vm> {
         let address = |text: Option<&String>| text.and_then(|text| text.parse::<IpAddr>().ok());
@@ -64,9 +53,9 @@ impl Vm {
         let state = match vm.state.and_then(|state| state.name)? {
             InstanceStateName::Pending => VmState::Pending,
             InstanceStateName::Running => VmState::Running,
-            InstanceStateName::Stopping | InstanceStateName::Stopped => VmState::Stopped,
-            InstanceStateName::ShuttingDown => VmState::ShuttingDown,
-            InstanceStateName::Terminated => VmState::Terminated,
+            InstanceStateName::Stopping | InstanceStateName::Stopped => VmState::Ended,
+            InstanceStateName::ShuttingDown => VmState::Deleting,
+            InstanceStateName::Terminated => VmState::Deleted,
             // State that EC2 may add later. The VM exists, so it must be listed to be deleted.
             _ => VmState::Pending,
         };
@@ -88,34 +77,13 @@ impl Vm {
 
     /// Returns the addresses, the preferred one first; empty if there are none yet.
     pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
-        if !public {
-            return self.private.clone();
-        }
-        // Where public addresses are configured, the node cannot reach the VM without one.
-        match self.public {
-            Some(address) => [address].into_iter().chain(self.private.iter().copied()).collect(),
-            None => Vec::new(),
-        }
+        addresses(&self.private, self.public, public)
     }
 
     /// Returns the VM's entry in a list; `None` if it is terminated.
     pub(crate) fn owned(&self, public: bool) -> Option<Owned> {
-        let state = match self.state {
-            VmState::Pending => OwnedState::Pending,
-            VmState::Running => OwnedState::Running,
-            VmState::Stopped => OwnedState::Ended,
-            VmState::ShuttingDown => OwnedState::Deleting,
-            VmState::Terminated => return None,
-        };
-        Some(Owned {
-            id: InstanceId::new(self.id.clone()).ok()?,
-            key: self.marks.key.clone(),
-            name: self.marks.name.clone(),
-            state,
-            addresses: self.addresses(public),
-            created: self.launched,
-            node: self.marks.node.clone().filter(|node| !node.is_empty()),
-        })
+        let id = InstanceId::new(self.id.clone()).ok()?;
+        Some(self.marks.owned(id, self.state.owned()?, self.addresses(public), self.launched))
     }
 }
 

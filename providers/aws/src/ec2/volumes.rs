@@ -12,7 +12,7 @@ use futures_util::future::try_join_all;
 use parking_lot::Mutex;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Window, until};
+use peerpod_provider_cloud::{Lookup, VmState, Window, until};
 use tokio::time::Instant;
 
 use crate::config::is_id;
@@ -20,7 +20,6 @@ use crate::ec2::Aws;
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
 use crate::ec2::provider::LOOKS;
-use crate::ec2::vms::VmState;
 
 /// A volume as EC2 shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -181,7 +180,7 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
 async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &EbsVolume, what: &str) -> Result<bool, Error> {
     let ec2 = aws.ec2().await?;
     let vm = aws.wait_for(id, what, |vm| vm.state != VmState::Pending).await?;
-    if matches!(vm.state, VmState::ShuttingDown | VmState::Terminated) {
+    if matches!(vm.state, VmState::Deleting | VmState::Deleted) {
         return Err(Error::not_found(format!("{what}: the VM has ended")));
     }
     if vm.zone.as_ref().is_some_and(|zone| *zone != seen.zone) {
