@@ -5,11 +5,10 @@
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
-use peerpod_provider_cloud::{ApiCall, Scheduler, until};
+use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::header::{HeaderName, HeaderValue};
 use peerpod_provider_rest::{Failure, Hosts, Http, HttpSettings, Method, Next, Request, Rest, Tokens, Url};
 use serde_json::Value;
-use tokio::time::Instant;
 
 use crate::config::AlibabaCloudConfig;
 use crate::credentials;
@@ -31,32 +30,6 @@ pub(crate) fn table() -> Table {
         .with("delete", &["DeleteInstances"], group())
         .with("describe", &["DescribeInstances"], BucketLimits::per_minute(600))
         .with("disks", &["AttachDisk", "DetachDisk", "DescribeDisks"], BucketLimits::per_minute(600))
-}
-
-/// One call: the action, the owner and the attempt for the scheduler, and the time until which its answer is useful.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Call<'c> {
-    action: &'static str,
-    owner: &'c str,
-    pub what: &'c str,
-    until: Instant,
-}
-
-impl<'c> Call<'c> {
-    /// Returns a call of an action, like `RunInstances`, until the deadline of the provider's caller.
-    pub(crate) fn new(action: &'static str, owner: &'c str, what: &'c str) -> Call<'c> {
-        Call { action, owner, what, until: until() }
-    }
-
-    /// Sets the deadline, for a call in a task of its own.
-    pub(crate) fn until(self, until: Instant) -> Call<'c> {
-        Call { until, ..self }
-    }
-
-    fn api(self) -> ApiCall<'c> {
-        let Call { action, owner, what, until } = self;
-        ApiCall { action, owner, what, deadline: until }
-    }
 }
 
 /// Parameters of a call. Those of lists are flat: `Tag.1.Key`.
@@ -124,12 +97,12 @@ impl Ecs {
     }
 
     /// Makes a call of ECS with its parameters in the query.
-    pub(crate) async fn ask(&self, call: Call<'_>, parameters: Parameters) -> Result<Value, Failure> {
+    pub(crate) async fn ask(&self, call: ApiCall<'_>, parameters: Parameters) -> Result<Value, Failure> {
         self.send(call, &self.request(call, parameters)).await
     }
 
     /// Makes a call of ECS with its parameters in a form.
-    pub(crate) async fn post(&self, call: Call<'_>, parameters: Parameters) -> Result<Value, Failure> {
+    pub(crate) async fn post(&self, call: ApiCall<'_>, parameters: Parameters) -> Result<Value, Failure> {
         let Parameters(all) = parameters.with("RegionId", &self.region);
         let fields: Vec<(&str, &str)> = all.iter().map(|(name, value)| (&name[..], &value[..])).collect();
         let request = self.empty(call, self.rest.hosts().base(), "2014-05-26").form(&fields);
@@ -137,7 +110,11 @@ impl Ecs {
     }
 
     /// Looks at vSwitches, which are objects of VPC.
-    pub(crate) async fn vswitches(&self, call: Call<'_>, parameters: Parameters) -> Result<Value, Failure> {
+    pub(crate) async fn vswitches(
+        &self,
+        call: ApiCall<'_>,
+        parameters: Parameters,
+    ) -> Result<Value, Failure> {
         let request = self.queried(call, self.empty(call, &self.vpc, "2016-04-28"), parameters);
         self.send(call, &request).await
     }
@@ -145,19 +122,19 @@ impl Ecs {
     /// Reads all pages of a list.
     pub(crate) async fn pages(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         parameters: Parameters,
         page: impl FnMut(&Value) -> Result<(), Error>,
     ) -> Result<(), Failure> {
         let first = self.request(call, parameters);
-        self.rest.pages(call.api(), &first, Next::Token("/NextToken", "NextToken"), page).await
+        self.rest.pages(call, &first, Next::Token("/NextToken", "NextToken"), page).await
     }
 
-    fn request(&self, call: Call<'_>, parameters: Parameters) -> Request {
+    fn request(&self, call: ApiCall<'_>, parameters: Parameters) -> Request {
         self.queried(call, self.empty(call, self.rest.hosts().base(), "2014-05-26"), parameters)
     }
 
-    fn queried(&self, call: Call<'_>, request: Request, parameters: Parameters) -> Request {
+    fn queried(&self, call: ApiCall<'_>, request: Request, parameters: Parameters) -> Request {
         let Parameters(all) = match WITHOUT_REGION.contains(&call.action) {
             true => parameters,
             false => parameters.with("RegionId", &self.region),
@@ -165,15 +142,15 @@ impl Ecs {
         all.iter().fold(request, |request, (name, value)| request.query(name, value))
     }
 
-    fn empty(&self, call: Call<'_>, url: &Url, version: &'static str) -> Request {
+    fn empty(&self, call: ApiCall<'_>, url: &Url, version: &'static str) -> Request {
         Request::new(Method::POST, url.clone())
             .header(HeaderName::from_static("x-acs-action"), call.action)
             .header(HeaderName::from_static("x-acs-version"), version)
             .with(HeaderName::from_static("accept"), HeaderValue::from_static("application/json"))
     }
 
-    async fn send(&self, call: Call<'_>, request: &Request) -> Result<Value, Failure> {
-        let body = self.rest.call(call.api(), request).await?.json();
+    async fn send(&self, call: ApiCall<'_>, request: &Request) -> Result<Value, Failure> {
+        let body = self.rest.call(call, request).await?.json();
         if !body.is_object() {
             let text =
                 format!("{}: the answer to {} is no JSON object; it is tried again", call.what, call.action);

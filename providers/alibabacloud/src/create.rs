@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use peerpod_provider_api::{CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
-use peerpod_provider_cloud::{Offering, Wait};
+use peerpod_provider_cloud::{ApiCall, Offering, Wait};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::Alibaba;
-use crate::client::{Call, Parameters};
+use crate::client::Parameters;
 use crate::config::is_id;
 use crate::facts::ImageFacts;
 use crate::parameters::Shape;
@@ -49,7 +49,7 @@ impl Launch<'_> {
     /// Makes up to `count` VMs, or finds those of an earlier call.
     pub(crate) async fn go(&self, count: u32) -> Result<CreatedMany, Error> {
         let what = self.what();
-        let call = Call::new("RunInstances", self.key.as_str(), &what).until(self.until);
+        let call = ApiCall::new("RunInstances", self.key.as_str(), &what).until(self.until);
         let mut made = match self.connected.ecs.post(call, self.parameters(count)?).await {
             Ok(answer) => ids(&answer).map(|id| self.created(id, None)).collect::<Result<Vec<_>, _>>()?,
             // The cloud promises an answer to a repeated call, but not one with these parameters.

@@ -8,11 +8,11 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use peerpod_provider_api::{Arch, Confidential, Error};
 use peerpod_provider_cloud::refusal::{clip, together};
-use peerpod_provider_cloud::{Catalogue, Location, MachineType, Prices};
+use peerpod_provider_cloud::{ApiCall, Catalogue, Location, MachineType, Prices};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
-use crate::client::{Call, Ecs, Parameters};
+use crate::client::{Ecs, Parameters};
 use crate::config::AlibabaCloudConfig;
 
 /// Time for which facts are used. Types and zones hardly ever change.
@@ -107,7 +107,7 @@ pub(crate) async fn image_facts(
     let asked = Parameters::default()
         .with("ImageId", id)
         .with("Status", "Creating,Waiting,Available,UnAvailable,CreateFailed,Deprecated");
-    let body = ecs.ask(Call::new("DescribeImages", OWNER, &what), asked).await?;
+    let body = ecs.ask(ApiCall::new("DescribeImages", OWNER, &what), asked).await?;
     let found = read::list(&body, "/Images/Image").iter().find(|one| read::text(one, "/ImageId") == Some(id));
     let found = found.ok_or_else(|| {
         Error::invalid(format!(
@@ -155,7 +155,7 @@ async fn vswitches(ecs: &Ecs, ids: &[String]) -> Result<Vec<VSwitch>, Error> {
 async fn vswitch(ecs: &Ecs, id: &str) -> Result<VSwitch, Error> {
     let what = format!("look at the vSwitch {id}");
     let asked = Parameters::default().with("VSwitchId", id);
-    let body = ecs.vswitches(Call::new("DescribeVSwitches", OWNER, &what), asked).await?;
+    let body = ecs.vswitches(ApiCall::new("DescribeVSwitches", OWNER, &what), asked).await?;
     let mut found = read::list(&body, "/VSwitches/VSwitch").iter();
     let found = found.find(|one| read::text(one, "/VSwitchId") == Some(id)).ok_or_else(|| {
         Error::invalid(format!(
@@ -188,7 +188,7 @@ async fn types(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<Vec<MachineType
     let what = "look at the instance types";
     let each = try_join_all(config.instance_types.chunks(MOST_TYPES).map(|names| async move {
         let asked = Parameters::default().list("InstanceTypes", names);
-        ecs.ask(Call::new("DescribeInstanceTypes", OWNER, what), asked).await
+        ecs.ask(ApiCall::new("DescribeInstanceTypes", OWNER, what), asked).await
     }));
     let each = each.await?;
     let found = each.iter().flat_map(|body| read::list(body, "/InstanceTypes/InstanceType"));
@@ -245,7 +245,7 @@ async fn sold(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<HashMap<String, 
         .with("DestinationResource", "InstanceType")
         .with("InstanceChargeType", "PostPaid")
         .with("IoOptimized", "optimized");
-    let body = ecs.ask(Call::new("DescribeAvailableResource", OWNER, what), asked).await?;
+    let body = ecs.ask(ApiCall::new("DescribeAvailableResource", OWNER, what), asked).await?;
     let mut sold: HashMap<String, HashSet<String>> = HashMap::new();
     for zone in read::list(&body, "/AvailableZones/AvailableZone") {
         let Some(name) = read::text(zone, "/ZoneId") else { continue };

@@ -3,10 +3,9 @@
 
 use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Market, Preflight};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Offering, until};
+use peerpod_provider_cloud::{ApiCall, Offering, until};
 
 use crate::Alibaba;
-use crate::client::Call;
 use crate::facts::Facts;
 use crate::parameters::Shape;
 use crate::refusal::DRY_RUN;
@@ -95,7 +94,7 @@ async fn may_launch(alibaba: &Alibaba, facts: &Facts) -> Result<Vec<String>, Err
     };
     // The token of an earlier preflight would be refused with other settings.
     let parameters = shape.parameters(1)?.without("ClientToken").with("DryRun", "true");
-    let call = Call::new("RunInstances", "preflight", what);
+    let call = ApiCall::new("RunInstances", "preflight", what);
     match alibaba.connected()?.ecs.post(call, parameters).await {
         Err(failure) if failure.code() == DRY_RUN => Ok(Vec::new()),
         Err(failure) if matches!(failure.error, Error::Capacity { .. } | Error::Quota { .. }) => {

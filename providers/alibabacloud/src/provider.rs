@@ -15,12 +15,13 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until, wait_for,
+    ApiCall, Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until,
+    wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use crate::client::{self, Call, Ecs, Parameters};
+use crate::client::{self, Ecs, Parameters};
 use crate::config::{AlibabaCloudConfig, is_id, is_image};
 use crate::create::Launch;
 use crate::events::{self, Spots};
@@ -360,7 +361,7 @@ impl Console for AlibabaCloudProvider {
         let what = format!("console of VM {id}");
         self.0.wait_for(id, &what, |_| true).await?;
         let asked = Parameters::default().with("InstanceId", id.as_str());
-        let call = Call::new("GetInstanceConsoleOutput", id.as_str(), &what);
+        let call = ApiCall::new("GetInstanceConsoleOutput", id.as_str(), &what);
         let body = self.0.connected()?.ecs.ask(call, asked).await?;
         let text = body.pointer("/ConsoleOutput").and_then(|text| text.as_str()).unwrap_or_default();
         let bytes: Vec<u8> = text.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use peerpod_provider_api::{Error, InstanceId, Owner};
 use peerpod_provider_cloud::batch::{Answers, what};
-use peerpod_provider_cloud::{Batcher, Recent, VmState};
+use peerpod_provider_cloud::{ApiCall, Batcher, Recent, VmState};
 use tokio::time::Instant;
 
-use crate::client::{Call, Ecs, Parameters};
+use crate::client::{Ecs, Parameters};
 use crate::vms::{self, Vm, WINDOW};
 
 /// Batcher that deletes VMs. False: the cloud does not know the VM, or shows it without the tags of this owner.
@@ -73,7 +73,7 @@ async fn delete(ecs: &Ecs, ids: Vec<String>, until: Instant) -> Result<HashMap<S
         let [first, ..] = &part[..] else { continue };
         let what = what("delete of", "VM", &part);
         let asked = Parameters::default().with("Force", "true").list("InstanceId", &part);
-        let call = Call::new("DeleteInstances", "delete", &what).until(until);
+        let call = ApiCall::new("DeleteInstances", "delete", &what).until(until);
         let Err(failure) = ecs.ask(call, asked).await else { continue };
         let is_of_one = failure.code().starts_with("IncorrectInstanceStatus")
             || matches!(failure.error, Error::NotFound { .. });

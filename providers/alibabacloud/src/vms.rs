@@ -7,12 +7,12 @@ use std::time::SystemTime;
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, Owner};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::marks::{CLUSTER, INSTALLATION, KEY, NODE};
-use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, VmState, Window, addresses};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Call, Ecs, PAGE, Parameters};
+use crate::client::{Ecs, PAGE, Parameters};
 use crate::config::{ALPHABET, is_id};
 
 /// Most ids of one call.
@@ -143,7 +143,7 @@ async fn tagged(
 ) -> Result<Vec<String>, Error> {
     let mut ids = Vec::new();
     let asked = Parameters::default().with("ResourceType", "instance").tags(tags);
-    let call = Call::new("ListTagResources", "list", what).until(until);
+    let call = ApiCall::new("ListTagResources", "list", what).until(until);
     ecs.pages(call, asked, |page| {
         let each = read::list(page, "/TagResources/TagResource").iter();
         ids.extend(each.filter_map(|one| read::text(one, "/ResourceId")).map(str::to_owned));
@@ -180,7 +180,7 @@ async fn pages(
     until: Instant,
 ) -> Result<Vec<Vm>, Failure> {
     let mut seen = Vec::new();
-    let call = Call::new("DescribeInstances", subject, what).until(until);
+    let call = ApiCall::new("DescribeInstances", subject, what).until(until);
     ecs.pages(call, asked.with(PAGE.0, PAGE.1), |page| {
         if page.pointer("/Instances/Instance").is_none() {
             return Err(Error::transient("the answer has no list of instances; it is tried again"));

@@ -11,13 +11,13 @@ use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Lookup, VmState, until};
+use peerpod_provider_cloud::{ApiCall, Lookup, VmState, until};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::Alibaba;
-use crate::client::{Call, Ecs, PAGE, Parameters};
+use crate::client::{Ecs, PAGE, Parameters};
 use crate::config::is_id;
 use crate::vms::WINDOW;
 
@@ -81,7 +81,7 @@ pub(crate) fn inspect(ecs: Ecs) -> DiskLookup {
 async fn by_ids(ecs: Ecs, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Disk>, Error> {
     let what = what("look at", "disk", &ids);
     let mut found = HashMap::new();
-    let call = Call::new("DescribeDisks", "disks", &what).until(until);
+    let call = ApiCall::new("DescribeDisks", "disks", &what).until(until);
     let asked = Parameters::default().ids("DiskIds", &ids).with(PAGE.0, PAGE.1);
     ecs.pages(call, asked, |page| {
         found.extend(read::list(page, "/Disks/Disk").iter().filter_map(Disk::of));
@@ -186,7 +186,7 @@ async fn ask(
         .with("InstanceId", id.as_str())
         .with("DiskId", volume)
         .with("DeleteWithInstance", "false");
-    let call = Call::new("AttachDisk", id.as_str(), what);
+    let call = ApiCall::new("AttachDisk", id.as_str(), what);
     let Err(failure) = alibaba.connected()?.ecs.ask(call, asked).await else { return Ok(true) };
     // The disk is being attached, or is on another VM, which the next look shows. Or the cloud listed the VM as running a
     // moment ago; its answers are not consistent yet.
@@ -214,7 +214,7 @@ pub(crate) async fn detach(alibaba: &Alibaba, id: &InstanceId, volume: &str) -> 
         return Ok(());
     }
     let asked = Parameters::default().with("InstanceId", id.as_str()).with("DiskId", volume);
-    match connected.ecs.ask(Call::new("DetachDisk", id.as_str(), &what), asked).await {
+    match connected.ecs.ask(ApiCall::new("DetachDisk", id.as_str(), &what), asked).await {
         Ok(_) => Ok(()),
         // The disk or the VM is gone, or another call has detached it.
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),

@@ -52,6 +52,19 @@ pub struct ApiCall<'c> {
     pub deadline: Instant,
 }
 
+impl<'c> ApiCall<'c> {
+    /// Returns a call that ends at the deadline of the provider's caller.
+    pub fn new(action: &'static str, owner: &'c str, what: &'c str) -> ApiCall<'c> {
+        ApiCall { action, owner, what, deadline: until() }
+    }
+
+    /// Sets the deadline, for a call in a task of its own.
+    #[must_use]
+    pub fn until(self, deadline: Instant) -> ApiCall<'c> {
+        ApiCall { deadline, ..self }
+    }
+}
+
 /// Scheduler of one account. Clones share it.
 #[derive(Clone)]
 pub struct Scheduler {

@@ -7,12 +7,11 @@
 use std::time::Duration;
 
 use peerpod_provider_api::{Created, CreatedMany, Error, IdempotencyKey, Owner};
-use peerpod_provider_cloud::{VmState, names};
+use peerpod_provider_cloud::{ApiCall, VmState, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
-use crate::client::Call;
 use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
 use crate::links::VmId;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
@@ -39,7 +38,7 @@ impl Launch<'_> {
         let body = self.shape().bulk_insert(&names)?;
         let what = self.what();
         let zone = &self.offering.zone;
-        let call = Call::new("instances.bulkInsert", self.key.as_str(), &what).until(self.until);
+        let call = ApiCall::new("instances.bulkInsert", self.key.as_str(), &what).until(self.until);
         let path = self.connected.compute.own(&format!("zones/{zone}/instances/bulkInsert"));
         let id = request_id(&self.gcp.owner, self.key, "bulkInsert");
         let sent = self.connected.compute.post(call, &path, &[("requestId", &id)], Some(&body)).await;
@@ -77,7 +76,7 @@ impl Launch<'_> {
         let what = self.what();
         let name = read::text(first, "/name");
         let name = name.ok_or_else(|| Error::transient(format!("{what}: the answer has no operation")))?;
-        let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
+        let call = ApiCall::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
         let latest = self.connected.compute.operation(call, &self.offering.zone, name).await?;
         Ok(counted(&latest).map_or(Decision::Open, Decision::Made))
     }

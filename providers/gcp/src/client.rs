@@ -2,10 +2,9 @@
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
-use peerpod_provider_cloud::{ApiCall, Scheduler, until};
+use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::{Failure, Hosts, Http, HttpSettings, Method, Next, Request, Rest, Tokens};
 use serde_json::Value;
-use tokio::time::Instant;
 
 use crate::config::GcpConfig;
 use crate::credentials;
@@ -29,33 +28,6 @@ pub(crate) fn table() -> Table {
         .with("disks", &["instances.attachDisk", "instances.detachDisk"], group())
         .with("operations", &["zoneOperations.*"], group())
         .with("list", &["instances.list", "instances.aggregatedList", "machineTypes.list"], group())
-}
-
-/// One call: the method of the API, the owner and the attempt for the scheduler, and the time until which its answer is
-/// useful.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Call<'c> {
-    action: &'static str,
-    owner: &'c str,
-    pub what: &'c str,
-    pub until: Instant,
-}
-
-impl<'c> Call<'c> {
-    /// Returns a call of a method, like `instances.get`, until the deadline of the provider's caller.
-    pub(crate) fn new(action: &'static str, owner: &'c str, what: &'c str) -> Call<'c> {
-        Call { action, owner, what, until: until() }
-    }
-
-    /// Sets the deadline, for a call in a task of its own.
-    pub(crate) fn until(self, until: Instant) -> Call<'c> {
-        Call { until, ..self }
-    }
-
-    fn api(self) -> ApiCall<'c> {
-        let Call { action, owner, what, until } = self;
-        ApiCall { action, owner, what, deadline: until }
-    }
 }
 
 /// Client of the API for one project. Clones share connections, token and scheduler.
@@ -92,7 +64,7 @@ impl Compute {
     /// Reads one object.
     pub(crate) async fn get(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         path: &str,
         query: &[(&str, &str)],
     ) -> Result<Value, Failure> {
@@ -102,7 +74,7 @@ impl Compute {
     /// Sends a body; returns the operation.
     pub(crate) async fn post(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         path: &str,
         query: &[(&str, &str)],
         body: Option<&Value>,
@@ -117,29 +89,34 @@ impl Compute {
 
     /// Deletes a VM. The call has no `requestId`: a later VM may have the same name, and the id of a finished delete
     /// would hide that it is there.
-    pub(crate) async fn delete(&self, call: Call<'_>, vm: &VmId) -> Result<Value, Failure> {
+    pub(crate) async fn delete(&self, call: ApiCall<'_>, vm: &VmId) -> Result<Value, Failure> {
         self.send(call, &self.request(Method::DELETE, &self.own(&vm.path()), &[])).await
     }
 
     /// Looks at the operation of a zone by its name.
-    pub(crate) async fn operation(&self, call: Call<'_>, zone: &str, name: &str) -> Result<Value, Failure> {
+    pub(crate) async fn operation(
+        &self,
+        call: ApiCall<'_>,
+        zone: &str,
+        name: &str,
+    ) -> Result<Value, Failure> {
         self.get(call, &self.own(&format!("zones/{zone}/operations/{name}")), &[]).await
     }
 
     /// Reads all pages of a list.
     pub(crate) async fn pages(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         path: &str,
         query: &[(&str, &str)],
         page: impl FnMut(&Value) -> Result<(), Error>,
     ) -> Result<(), Failure> {
         let first = self.request(Method::GET, path, query).query("maxResults", PAGE);
-        self.rest.pages(call.api(), &first, Next::Token("/nextPageToken", "pageToken"), page).await
+        self.rest.pages(call, &first, Next::Token("/nextPageToken", "pageToken"), page).await
     }
 
-    async fn send(&self, call: Call<'_>, request: &Request) -> Result<Value, Failure> {
-        let body = self.rest.call(call.api(), request).await?.json();
+    async fn send(&self, call: ApiCall<'_>, request: &Request) -> Result<Value, Failure> {
+        let body = self.rest.call(call, request).await?.json();
         if !body.is_object() {
             let text =
                 format!("{}: the answer to {} is no JSON object; it is tried again", call.what, call.action);

@@ -15,14 +15,13 @@ use peerpod_provider_api::{
     CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market, Owner,
 };
 use peerpod_provider_cloud::exhausted::Scope;
-use peerpod_provider_cloud::{MachineType, Meaning, Offering, VmState, names};
+use peerpod_provider_cloud::{ApiCall, MachineType, Meaning, Offering, VmState, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::Gcp;
 use crate::body::{DataDisk, Shape};
-use crate::client::Call;
 use crate::facts::ImageFacts;
 use crate::links::{self, VmId};
 use crate::provider::Connected;
@@ -95,7 +94,7 @@ impl Launch<'_> {
         let vm = VmId { zone: self.offering.zone.clone(), name: names::unique(&self.gcp.owner, self.key) };
         let body = self.shape().insert(&vm.name)?;
         let what = self.what();
-        let call = Call::new("instances.insert", self.key.as_str(), &what).until(self.until);
+        let call = ApiCall::new("instances.insert", self.key.as_str(), &what).until(self.until);
         let path = self.connected.compute.own(&format!("zones/{}/instances", vm.zone));
         let id = request_id(&self.gcp.owner, self.key, "insert");
         let sent = self.connected.compute.post(call, &path, &[("requestId", &id)], Some(&body)).await;
@@ -167,7 +166,7 @@ impl Launch<'_> {
         let Some(name) = operation.and_then(|one| read::text(one, "/name")) else {
             return Ok(missed.again(Instant::now()));
         };
-        let call = Call::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
+        let call = ApiCall::new("zoneOperations.get", self.key.as_str(), &what).until(self.until);
         let latest = match self.connected.compute.operation(call, &vm.zone, name).await {
             Ok(latest) => latest,
             // Google forgets operations after some days.

@@ -7,11 +7,11 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use peerpod_provider_api::{Arch, Confidential, Error};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Catalogue, Location, MachineType, Prices};
+use peerpod_provider_cloud::{ApiCall, Catalogue, Location, MachineType, Prices};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
-use crate::client::{Call, Compute};
+use crate::client::Compute;
 use crate::config::{GcpConfig, Nic};
 use crate::links::{self, Image};
 
@@ -110,7 +110,7 @@ pub(crate) fn check_arch(image: &ImageFacts, arch: Arch, what: &str, remedy: &st
 pub(crate) async fn image_facts(compute: &Compute, image: &Image, what: &str) -> Result<ImageFacts, Error> {
     let what = format!("{what} {}", image.name);
     let action = if image.is_family { "images.getFromFamily" } else { "images.get" };
-    let body = compute.get(Call::new(action, OWNER, &what), &image.path(), &[]).await?;
+    let body = compute.get(ApiCall::new(action, OWNER, &what), &image.path(), &[]).await?;
     let name = read::text(&body, "/name").filter(|name| links::is_name(name));
     let name =
         name.ok_or_else(|| Error::transient(format!("{what}: the answer is no image; it is tried again")))?;
@@ -146,7 +146,7 @@ fn arch(word: &str) -> Option<Arch> {
 async fn network(compute: &Compute, config: &GcpConfig, nic: &Nic) -> Result<String, Error> {
     if let Some(subnetwork) = &nic.subnetwork {
         let what = format!("look at the subnetwork {}", links::last(subnetwork));
-        let body = compute.get(Call::new("subnetworks.get", OWNER, &what), subnetwork, &[]).await?;
+        let body = compute.get(ApiCall::new("subnetworks.get", OWNER, &what), subnetwork, &[]).await?;
         let own = read::text(&body, "/network").unwrap_or_default();
         if let Some(other) =
             nic.network.as_ref().filter(|network| !own.is_empty() && !own.ends_with(*network))
@@ -162,7 +162,7 @@ async fn network(compute: &Compute, config: &GcpConfig, nic: &Nic) -> Result<Str
     }
     let path = nic.network.as_deref().unwrap_or_default();
     let what = format!("look at the network {}", links::last(path));
-    let body = compute.get(Call::new("networks.get", OWNER, &what), path, &[]).await?;
+    let body = compute.get(ApiCall::new("networks.get", OWNER, &what), path, &[]).await?;
     if read::flag(&body, "/autoCreateSubnetworks") == Some(false) {
         let region = config.region().unwrap_or("the region");
         return Err(Error::invalid(format!(
@@ -205,7 +205,7 @@ async fn types_in(compute: &Compute, config: &GcpConfig, zone: &str) -> Result<V
     let filter = names.join(" OR ");
     let path = format!("projects/{}/zones/{zone}/machineTypes", config.project);
     let mut types = Vec::new();
-    let call = Call::new("machineTypes.list", OWNER, &what);
+    let call = ApiCall::new("machineTypes.list", OWNER, &what);
     compute
         .pages(call, &path, &[("filter", &filter)], |page| {
             types.extend(read::list(page, "/items").iter().filter_map(machine));

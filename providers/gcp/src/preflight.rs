@@ -6,13 +6,12 @@
 use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::settings::UNSIGNED;
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{ApiCall, until};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
 use crate::Gcp;
 use crate::body::word;
-use crate::client::Call;
 use crate::facts::Facts;
 use crate::vms;
 
@@ -91,7 +90,7 @@ async fn quotas(gcp: &Gcp) -> Result<Vec<(String, u64, u64)>, Error> {
     let Some(region) = gcp.config.region() else { return Ok(Vec::new()) };
     let what = format!("look at the region {region}");
     let path = compute.own(&format!("regions/{region}"));
-    let body = compute.get(Call::new("regions.get", "facts", &what), &path, &[]).await?;
+    let body = compute.get(ApiCall::new("regions.get", "facts", &what), &path, &[]).await?;
     let whole = |value: &Value, pointer: &str| {
         let number = value.pointer(pointer).and_then(Value::as_f64).filter(|number| *number >= 0.0)?;
         // As a text without a fraction: quotas are floating-point numbers in this API.

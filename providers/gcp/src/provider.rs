@@ -12,12 +12,13 @@ use peerpod_provider_api::{
     Provider, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until, wait_for,
+    ApiCall, Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until,
+    wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use crate::client::{self, Call, Compute};
+use crate::client::{self, Compute};
 use crate::config::GcpConfig;
 use crate::create::Launch;
 use crate::facts::{self, FRESH, Facts, ImageFacts};
@@ -316,7 +317,7 @@ impl Console for GcpProvider {
         // A negative start counts from the end.
         let query = [("port", "1"), ("start", &format!("-{limit}"))];
         let path = compute.own(&format!("{}/serialPort", vm.id.path()));
-        let call = Call::new("instances.getSerialPortOutput", id.as_str(), &what);
+        let call = ApiCall::new("instances.getSerialPortOutput", id.as_str(), &what);
         let body = compute.get(call, &path, &query).await?;
         let text = body.pointer("/contents").and_then(|text| text.as_str()).unwrap_or_default();
         Ok(text.as_bytes().get(text.len().saturating_sub(limit)..).unwrap_or_default().to_vec())

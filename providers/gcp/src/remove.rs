@@ -5,11 +5,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, InstanceId};
-use peerpod_provider_cloud::{VmState, until};
+use peerpod_provider_cloud::{ApiCall, VmState, until};
 use tokio::time::Instant;
 
 use crate::Gcp;
-use crate::client::Call;
 use crate::links::VmId;
 use crate::vms::is_missing;
 
@@ -74,7 +73,7 @@ pub(crate) async fn delete(gcp: &Gcp, id: &InstanceId) -> Result<(), Error> {
     }
     // Google has shown it. A repeated call need not wait for it when this one is dropped.
     gcp.recent.seen(id);
-    let call = Call::new("instances.delete", id.as_str(), &what);
+    let call = ApiCall::new("instances.delete", id.as_str(), &what);
     match connected.compute.delete(call, &vm).await {
         Ok(_) => gcp.deleted.accepted(&vm, Instant::now()),
         Err(failure) if is_missing(&failure) => gcp.deleted.gone(&vm),

@@ -9,12 +9,12 @@ use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, IdempotencyKey, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, VmState, Window, addresses};
 use peerpod_provider_rest::{Failure, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Call, Compute};
+use crate::client::Compute;
 use crate::links::{self, VmId};
 use crate::marks;
 
@@ -135,7 +135,7 @@ pub(crate) async fn one(
     until: Instant,
 ) -> Result<Option<Vm>, Failure> {
     let owner = id.to_string();
-    let call = Call::new("instances.get", &owner, what).until(until);
+    let call = ApiCall::new("instances.get", &owner, what).until(until);
     match compute.get(call, &compute.own(&id.path()), &[]).await {
         Ok(body) => match Vm::of(&body).filter(|vm| vm.id == *id) {
             Some(vm) => Ok(Some(vm)),
@@ -162,7 +162,7 @@ pub(crate) async fn in_zone(
     until: Instant,
 ) -> Result<Vec<Vm>, Failure> {
     let mut found = Vec::new();
-    let call = Call::new("instances.list", "list", what).until(until);
+    let call = ApiCall::new("instances.list", "list", what).until(until);
     let path = compute.own(&format!("zones/{zone}/instances"));
     compute
         .pages(call, &path, &[("filter", filter)], |page| {
@@ -199,7 +199,7 @@ pub(crate) async fn all_of(
 ) -> Result<Vec<Vm>, Error> {
     let what = "list our VMs";
     let mut found = Vec::new();
-    let call = Call::new("instances.aggregatedList", "list", what).until(until);
+    let call = ApiCall::new("instances.aggregatedList", "list", what).until(until);
     let filter = marks::filter(owner);
     let path = compute.own("aggregated/instances");
     compute

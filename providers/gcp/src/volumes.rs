@@ -7,13 +7,12 @@
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{VmState, until};
+use peerpod_provider_cloud::{ApiCall, VmState, until};
 use peerpod_provider_rest::{Decision, Failure, decide, end_of_wait, read};
 use serde_json::Value;
 
 use crate::Gcp;
 use crate::body::DataDisk;
-use crate::client::Call;
 use crate::create::{failure_of, identity, is_done};
 use crate::links::{self, Disk, VmId};
 use crate::vms::{Vm, is_missing};
@@ -78,7 +77,7 @@ fn in_use(what: &str, volume: &str, user: &str) -> Error {
 async fn find(gcp: &Gcp, disk: &Disk, what: &str) -> Result<Option<Found>, Error> {
     let action = if disk.is_regional { "regionDisks.get" } else { "disks.get" };
     let path = disk.path();
-    let body = match gcp.connected()?.compute.get(Call::new(action, &path, what), &path, &[]).await {
+    let body = match gcp.connected()?.compute.get(ApiCall::new(action, &path, what), &path, &[]).await {
         Ok(body) => body,
         Err(failure) if is_missing(&failure) => return Ok(None),
         Err(failure) => return Err(failure.into()),
@@ -158,19 +157,19 @@ async fn done(
 ) -> Result<(), Error> {
     let owner = vm.to_string();
     let compute = &gcp.connected()?.compute;
-    let call = Call::new(action, &owner, what);
+    let call = ApiCall::new(action, &owner, what);
     let first = compute.post(call, &compute.own(path), query, body).await?;
     let look = || async {
         let latest = match (is_done(&first), read::text(&first, "/name")) {
             (true, _) | (_, None) => first.clone(),
             (false, Some(name)) => {
-                let call = Call::new("zoneOperations.get", &owner, what);
+                let call = ApiCall::new("zoneOperations.get", &owner, what);
                 compute.operation(call, &vm.zone, name).await?
             }
         };
         Ok::<_, Failure>(if is_done(&latest) { Decision::Made(latest) } else { Decision::Open })
     };
-    match decide(&gcp.disks, end_of_wait(call.until), look).await? {
+    match decide(&gcp.disks, end_of_wait(call.deadline), look).await? {
         Decision::Made(operation) => failure_of(action, what, &operation).map_or(Ok(()), Err),
         Decision::Refused(_) | Decision::Open => {
             Err(Error::transient(format!("{what}: Google has not finished it yet; it is tried again")))

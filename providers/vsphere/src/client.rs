@@ -4,10 +4,9 @@ use std::sync::{Arc, OnceLock};
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
-use peerpod_provider_cloud::{ApiCall, Scheduler, until};
+use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::{Answer, Failure, Http, HttpSettings, Request, Said, Tokens, Url, header};
 use roxmltree::Node;
-use tokio::time::Instant;
 
 use crate::config::VsphereConfig;
 use crate::refusal;
@@ -28,32 +27,6 @@ pub(crate) fn table() -> Table {
         &[FULL],
         BucketLimits { at_once: 4, ..calls() },
     )
-}
-
-/// One call: the method, the owner and the attempt for the scheduler, and the time until which its answer is useful.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Call<'c> {
-    pub action: &'static str,
-    pub owner: &'c str,
-    pub what: &'c str,
-    pub until: Instant,
-}
-
-impl<'c> Call<'c> {
-    /// Returns a call of a method, until the deadline of the provider's caller.
-    pub(crate) fn new(action: &'static str, owner: &'c str, what: &'c str) -> Call<'c> {
-        Call { action, owner, what, until: until() }
-    }
-
-    /// Sets the deadline, for a call in a task of its own.
-    pub(crate) fn until(self, until: Instant) -> Call<'c> {
-        Call { until, ..self }
-    }
-
-    pub(crate) fn api(self) -> ApiCall<'c> {
-        let Call { action, owner, what, until } = self;
-        ApiCall { action, owner, what, deadline: until }
-    }
 }
 
 /// Returns the value of a header, which logs do not show.
@@ -104,12 +77,12 @@ impl Vcenter {
     /// Makes a call when it is its turn.
     pub(crate) async fn call<T>(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         method: &Method,
         read: impl Fn(Node<'_, '_>) -> Option<T>,
     ) -> Result<T, Failure> {
         let asked = || self.ask(call.what, method, &read);
-        self.scheduler.run(call.api(), asked).await
+        self.scheduler.run(call, asked).await
     }
 
     /// Makes a call that starts a task, in the turn of the caller.
@@ -169,7 +142,7 @@ impl Vcenter {
     /// Reads the end of a file in a datastore, at most about `limit` bytes. `None`: there is no such file.
     pub(crate) async fn file(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         (datacenter, datastore, path): (&str, &str, &str),
         limit: usize,
     ) -> Result<Option<Vec<u8>>, Failure> {
@@ -188,7 +161,7 @@ impl Vcenter {
             let sent = self.http.send(&request, None).await;
             sent.map_err(|lost| during(session::unanswered(call.action, &lost)))
         };
-        let answer: Answer = self.scheduler.run(call.api(), ask).await?;
+        let answer: Answer = self.scheduler.run(call, ask).await?;
         match answer.status() {
             200 | 206 => Ok(Some(answer.body().to_vec())),
             // The file is empty.

@@ -10,13 +10,13 @@
 use std::time::Duration;
 
 use peerpod_provider_api::{Chosen, CreateRequest, Created, Error, IdempotencyKey, InstanceId};
-use peerpod_provider_cloud::{Offering, names};
+use peerpod_provider_cloud::{ApiCall, Offering, names};
 use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait};
 use tokio::time::Instant;
 
 use crate::Vsphere;
 use crate::body::Shape;
-use crate::client::{Call, FULL, LINKED};
+use crate::client::{FULL, LINKED};
 use crate::provider::Connected;
 use crate::refusal;
 use crate::remove;
@@ -62,8 +62,8 @@ impl Launch<'_> {
         format!("create of {}", self.request.name)
     }
 
-    fn call(&self, action: &'static str) -> Call<'_> {
-        Call { action, owner: self.key.as_str(), what: &self.request.name, until: self.until }
+    fn call(&self, action: &'static str) -> ApiCall<'_> {
+        ApiCall { action, owner: self.key.as_str(), what: &self.request.name, deadline: self.until }
     }
 
     /// Sends the clone when it is its turn, and keeps the turn until its task has ended: a host makes a limited number
@@ -72,7 +72,7 @@ impl Launch<'_> {
         let method = self.shape.clone_of(name)?;
         let what = self.what();
         let action = if self.shape.template.snapshot.is_some() { LINKED } else { FULL };
-        let call = Call { what: &what, ..self.call(action) };
+        let call = ApiCall { what: &what, ..self.call(action) };
         let vcenter = &self.connected.vcenter;
         let make = || async {
             let task = vcenter.start(&what, &method).await?;
@@ -82,7 +82,7 @@ impl Launch<'_> {
             }
             Ok::<_, Failure>(ended)
         };
-        vcenter.scheduler.run(call.api(), make).await
+        vcenter.scheduler.run(call, make).await
     }
 
     /// Finds the VM of this name, and switches it on if it is off.
@@ -109,7 +109,7 @@ impl Launch<'_> {
             return Ok(self.created(id.clone(), Some(&vm)));
         }
         let method = Method { name: "PowerOnVM_Task", this: vm.moref.clone(), arguments: String::new() };
-        let call = Call { what: &what, ..self.call(method.name) };
+        let call = ApiCall { what: &what, ..self.call(method.name) };
         match self.vsphere.run(call, &method).await {
             Ok(()) => Ok(self.created(id.clone(), None)),
             // The clone's own power-on was faster.
@@ -237,7 +237,7 @@ async fn make_folder(
     what: &str,
 ) -> Result<Moref, Error> {
     let method = Method { name: "CreateFolder", this: parent.clone(), arguments: text("name", name) };
-    match connected.vcenter.call(Call::new(method.name, path, what), &method, soap::returned).await {
+    match connected.vcenter.call(ApiCall::new(method.name, path, what), &method, soap::returned).await {
         Ok(Some(made)) => return Ok(made),
         Ok(None) => {}
         // Another node was faster.

@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
 use peerpod_common::backoff::Backoff;
 use peerpod_provider_api::{Error, EventKind, InstanceId, ProviderEvent};
-use peerpod_provider_cloud::names;
+use peerpod_provider_cloud::{ApiCall, names};
 use peerpod_provider_rest::Failure;
 use roxmltree::Node;
 use tokio::sync::broadcast;
@@ -17,7 +17,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::time::{Instant, sleep};
 
 use crate::Vsphere;
-use crate::client::{Call, Vcenter};
+use crate::client::Vcenter;
 use crate::inventory::Object;
 use crate::soap::{self, Method, Moref, child, children, element, text, value};
 
@@ -186,7 +186,7 @@ async fn collector(vcenter: &Vcenter, folder: &Moref) -> Result<Moref, Failure> 
     let services = vcenter.services().await?;
     let make = async |name: &'static str, this: &Moref, arguments: String| {
         let method = Method { name, this: this.clone(), arguments };
-        let made = vcenter.call(Call::new(name, OWNER, WHAT), &method, soap::returned).await?;
+        let made = vcenter.call(ApiCall::new(name, OWNER, WHAT), &method, soap::returned).await?;
         made.ok_or_else(|| Failure::from(Error::transient(format!("{name} returned nothing"))))
     };
     let collector = make("CreatePropertyCollector", &services.property_collector, String::new()).await?;
@@ -217,7 +217,7 @@ async fn wait(vcenter: &Vcenter, collector: &Moref, version: &str) -> Result<Cha
             has_more: value(set, "truncated") == Some("true"),
         })
     };
-    vcenter.call(Call::new(name, OWNER, WHAT).until(until), &method, read).await
+    vcenter.call(ApiCall::new(name, OWNER, WHAT).until(until), &method, read).await
 }
 
 impl Vsphere {

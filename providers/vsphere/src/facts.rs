@@ -6,10 +6,10 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{Arch, Error};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Catalogue, Location, MachineType};
+use peerpod_provider_cloud::{ApiCall, Catalogue, Location, MachineType};
 use peerpod_provider_rest::Failure;
 
-use crate::client::{Call, Vcenter};
+use crate::client::Vcenter;
 use crate::config::{LARGEST, VsphereConfig};
 use crate::inventory::{Object, Objects};
 use crate::soap::{self, Moref, child, value};
@@ -154,7 +154,7 @@ pub(crate) async fn template(
         let is_off = object.text("runtime.powerState") == Some("poweredOff");
         Some((template, object.text("config.template") == Some("true") || is_off))
     };
-    let call = Call::new("RetrievePropertiesEx", OWNER, &what);
+    let call = ApiCall::new("RetrievePropertiesEx", OWNER, &what);
     match vcenter.retrieve_one(call, &properties, &moref, read).await? {
         Some((template, true)) => Ok(template),
         Some((_, false)) => {
@@ -237,7 +237,7 @@ async fn named_of(
     (list, kind): (&str, &str),
 ) -> Result<Vec<(String, Moref)>, Failure> {
     let datacenter = named(vcenter, &config.datacenter, "datacenter").await?;
-    let call = Call::new("RetrievePropertiesEx", OWNER, what);
+    let call = ApiCall::new("RetrievePropertiesEx", OWNER, what);
     let read = |object: Object<'_, '_>| Some(object.references(list));
     let found = vcenter.retrieve_one(call, &[list], &datacenter, read).await?.unwrap_or_default();
     let named = |object: Object<'_, '_>| Some((object.text("name")?.to_owned(), object.moref()?));
@@ -272,7 +272,7 @@ async fn network(vcenter: &Vcenter, name: &str, moref: &Moref) -> Result<Network
     match moref.kind.as_str() {
         "Network" => Ok(Network::Standard { name: name.to_owned(), moref: moref.clone() }),
         "DistributedVirtualPortgroup" => {
-            let call = Call::new("RetrievePropertiesEx", OWNER, &what);
+            let call = ApiCall::new("RetrievePropertiesEx", OWNER, &what);
             let properties = ["key", "config.distributedVirtualSwitch"];
             let read = |object: Object<'_, '_>| {
                 Some((object.text("key")?.to_owned(), object.reference("config.distributedVirtualSwitch")?))

@@ -2,10 +2,11 @@
 //! `RetrievePropertiesEx` and `ContinueRetrievePropertiesEx`.
 
 use peerpod_provider_api::Error;
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_rest::Failure;
 use roxmltree::Node;
 
-use crate::client::{Call, Vcenter};
+use crate::client::Vcenter;
 use crate::soap::{self, Method, Moref, child, children, element, text, value};
 
 /// Most objects of a page.
@@ -77,19 +78,19 @@ impl Vcenter {
         let name = "FindByInventoryPath";
         let this = self.services().await.map_err(|error| error.during(what))?.search_index.clone();
         let method = Method { name, this, arguments: text("inventoryPath", path) };
-        self.call(Call::new(name, path, what), &method, soap::returned).await
+        self.call(ApiCall::new(name, path, what), &method, soap::returned).await
     }
 
     /// Finds a child of a folder by its name. `None`: there is none.
     pub(crate) async fn child(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         folder: &Moref,
         name: &str,
     ) -> Result<Option<Moref>, Failure> {
         let this = self.services().await.map_err(|error| error.during(call.what))?.search_index.clone();
         let arguments = folder.xml("entity") + &text("name", name);
-        let call = Call { action: "FindChild", ..call };
+        let call = ApiCall { action: "FindChild", ..call };
         self.call(call, &Method { name: "FindChild", this, arguments }, soap::returned).await
     }
 
@@ -97,7 +98,7 @@ impl Vcenter {
     /// are left out.
     pub(crate) async fn retrieve<T>(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         (kind, properties): (&str, &[&str]),
         objects: Objects<'_>,
         read: impl Fn(Object<'_, '_>) -> Option<T>,
@@ -117,7 +118,7 @@ impl Vcenter {
         let mut method = Method { name: "RetrievePropertiesEx", this, arguments };
         let mut found: Vec<T> = Vec::new();
         for _ in 0..MAX_PAGES {
-            let call = Call { action: method.name, ..call };
+            let call = ApiCall { action: method.name, ..call };
             let (next, page): (Option<String>, Vec<T>) = self.call(call, &method, page).await?;
             found.extend(page);
             let Some(next) = next else { return Ok(found) };
@@ -130,7 +131,7 @@ impl Vcenter {
     /// Reads properties of one object. `None`: it is gone.
     pub(crate) async fn retrieve_one<T>(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         properties: &[&str],
         object: &Moref,
         read: impl Fn(Object<'_, '_>) -> Option<T>,

@@ -7,12 +7,11 @@
 //! also after a crash.
 
 use peerpod_provider_api::{Error, InstanceId};
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{ApiCall, until};
 use tokio::time::Instant;
 
 use crate::Vsphere;
 use crate::body::{DELETING, reconfigure};
-use crate::client::Call;
 use crate::soap::Method;
 use crate::vms::{Power, Vm};
 use crate::volumes;
@@ -51,7 +50,7 @@ pub(crate) async fn remove(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(),
 async fn steps(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
     if !vm.is_deleting {
         let method = reconfigure(&vm.moref, "", &[(DELETING, "true")]);
-        vsphere.run(Call::new(method.name, &vm.name, what), &method).await?;
+        vsphere.run(ApiCall::new(method.name, &vm.name, what), &method).await?;
     }
     if vm.power != Power::Off {
         call(vsphere, vm, "PowerOffVM_Task", what).await?;
@@ -72,7 +71,7 @@ async fn steps(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
 
 async fn call(vsphere: &Vsphere, vm: &Vm, name: &'static str, what: &str) -> Result<(), Error> {
     let method = Method { name, this: vm.moref.clone(), arguments: String::new() };
-    match vsphere.run(Call::new(name, &vm.name, what), &method).await {
+    match vsphere.run(ApiCall::new(name, &vm.name, what), &method).await {
         // It is off already.
         Err(failure) if name == "PowerOffVM_Task" && failure.code() == "InvalidPowerState" => Ok(()),
         other => Ok(other?),

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Wait, Window};
+use peerpod_provider_cloud::{ApiCall, Lookup, Wait, Window};
 use peerpod_provider_rest::{Answer, Decision, Failure, Said, decide, end_of_wait};
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::Vsphere;
-use crate::client::{Call, Vcenter};
+use crate::client::Vcenter;
 use crate::inventory::{Object, Objects};
 use crate::refusal;
 use crate::soap::{self, Method, Moref};
@@ -42,7 +42,7 @@ async fn by_ids(
 ) -> Result<HashMap<String, TaskState>, Error> {
     let what = what("look at", "task", &ids);
     let tasks: Vec<Moref> = ids.into_iter().map(|id| Moref { kind: "Task".to_owned(), id }).collect();
-    let call = Call::new("RetrievePropertiesEx", "tasks", &what).until(until);
+    let call = ApiCall::new("RetrievePropertiesEx", "tasks", &what).until(until);
     let properties = ("Task", &["info.state", "info.error"][..]);
     Ok(vcenter.retrieve(call, properties, Objects::These(&tasks), read).await?.into_iter().collect())
 }
@@ -88,10 +88,10 @@ impl Vsphere {
     }
 
     /// Makes a call that starts a task, and waits for its success.
-    pub(crate) async fn run(&self, call: Call<'_>, method: &Method) -> Result<(), Failure> {
+    pub(crate) async fn run(&self, call: ApiCall<'_>, method: &Method) -> Result<(), Failure> {
         let vcenter = &self.connected()?.vcenter;
-        let task = vcenter.scheduler.run(call.api(), || vcenter.start(call.what, method)).await?;
-        match self.ended(&self.changes, &task, call.until, call.what).await? {
+        let task = vcenter.scheduler.run(call, || vcenter.start(call.what, method)).await?;
+        match self.ended(&self.changes, &task, call.deadline, call.what).await? {
             Decision::Made(()) => Ok(()),
             Decision::Refused(said) => Err(refused(call, said)),
             Decision::Open => {
@@ -104,7 +104,7 @@ impl Vsphere {
 }
 
 /// Returns the failure of a call whose task has failed.
-pub(crate) fn refused(call: Call<'_>, said: Said) -> Failure {
+pub(crate) fn refused(call: ApiCall<'_>, said: Said) -> Failure {
     let error = refusal::error(call.action, &said, 200).during(call.what);
     let answer = Answer::of(200, &Value::Null);
     Failure::new(error, said, answer)

@@ -8,12 +8,12 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, Window, names};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, Window, names};
 use peerpod_provider_rest::Failure;
 use tokio::time::Instant;
 
 use crate::body::{CREATED, DELETING, DISKS};
-use crate::client::{Call, Vcenter};
+use crate::client::Vcenter;
 use crate::config::{ALPHABET, VsphereConfig};
 use crate::inventory::{Object, Objects};
 use crate::soap::{Moref, children, value};
@@ -205,7 +205,7 @@ impl Folder {
             self.known.lock().remove(name);
         }
         let mut morefs = Vec::new();
-        let call = Call::new("FindChild", "look", &what).until(until);
+        let call = ApiCall::new("FindChild", "look", &what).until(until);
         if missing.len() > FEW {
             let listed = self.listed(call, &folder, |name| missing.iter().any(|one| one == name)).await;
             morefs = self.checked(listed)?;
@@ -226,7 +226,7 @@ impl Folder {
         let what = "list our VMs";
         let Some(folder) = self.find(what).await? else { return Ok(Vec::new()) };
         let prefix = names::prefix(owner);
-        let call = Call::new("RetrievePropertiesEx", "list", what).until(until);
+        let call = ApiCall::new("RetrievePropertiesEx", "list", what).until(until);
         let listed = self.listed(call, &folder, |name| name.starts_with(&prefix)).await;
         let mut found = self.details(&self.checked(listed)?, what, until).await?;
         found.retain(|vm| vm.is_of(owner));
@@ -236,7 +236,7 @@ impl Folder {
     /// Returns the VMs in the folder whose names are wanted, from all pages.
     async fn listed(
         &self,
-        call: Call<'_>,
+        call: ApiCall<'_>,
         folder: &Moref,
         is_wanted: impl Fn(&str) -> bool,
     ) -> Result<Vec<Moref>, Failure> {
@@ -247,7 +247,7 @@ impl Folder {
     async fn details(&self, morefs: &[Moref], what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
         let mut found = Vec::new();
         for some in morefs.chunks(MOST_AT_ONCE) {
-            let call = Call::new("RetrievePropertiesEx", "look", what).until(until);
+            let call = ApiCall::new("RetrievePropertiesEx", "look", what).until(until);
             let properties = ("VirtualMachine", &PROPERTIES[..]);
             found.extend(self.vcenter.retrieve(call, properties, Objects::These(some), Vm::of).await?);
         }

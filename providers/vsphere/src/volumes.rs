@@ -6,13 +6,12 @@
 
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::until;
+use peerpod_provider_cloud::{ApiCall, until};
 use peerpod_provider_rest::Failure;
 use roxmltree::Node;
 
 use crate::Vsphere;
 use crate::body::{change, reconfigure};
-use crate::client::Call;
 use crate::facts;
 use crate::inventory::{Object, Objects};
 use crate::soap::{self, Method, Moref, child, element, text, value};
@@ -155,7 +154,7 @@ impl Devices {
 
 /// Reads the devices of a VM. `None`: it is gone.
 pub(crate) async fn devices(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<Option<Devices>, Failure> {
-    let call = Call::new("RetrievePropertiesEx", &vm.name, what);
+    let call = ApiCall::new("RetrievePropertiesEx", &vm.name, what);
     let vcenter = &vsphere.connected()?.vcenter;
     vcenter.retrieve_one(call, &[DEVICES, SNAPSHOTS], &vm.moref, Devices::of).await
 }
@@ -167,7 +166,7 @@ pub(crate) async fn check_snapshots(
     devices: &Devices,
     what: &str,
 ) -> Result<(), Error> {
-    let call = Call::new("RetrievePropertiesEx", &vm.name, what);
+    let call = ApiCall::new("RetrievePropertiesEx", &vm.name, what);
     let (vcenter, snapshots) = (&vsphere.connected()?.vcenter, Objects::These(&devices.snapshots));
     let properties = ("VirtualMachineSnapshot", &[DEVICES][..]);
     let found = vcenter.retrieve(call, properties, snapshots, Devices::of).await?;
@@ -216,7 +215,7 @@ pub(crate) async fn attach(
     let before = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
     if before.find(&volume).is_none() {
         let method = source.attach(&vm, &before, &what)?;
-        vsphere.run(Call::new(method.name, &vm.name, &what), &method).await?;
+        vsphere.run(ApiCall::new(method.name, &vm.name, &what), &method).await?;
     }
     let after = devices(vsphere, &vm, &what).await?.ok_or_else(gone)?;
     let identity = after.find(&volume).and_then(VmDisk::identity);
@@ -265,7 +264,7 @@ async fn datastore_with(vsphere: &Vsphere, disk: &str, what: &str) -> Result<Mor
         let this = vcenter.services().await?.disks.clone();
         let arguments = element("id", &text("id", disk)) + &datastore.xml("datastore");
         let found = |node: Node<'_, '_>| child(node, "returnval").map(drop);
-        match vcenter.call(Call::new(name, disk, what), &Method { name, this, arguments }, found).await {
+        match vcenter.call(ApiCall::new(name, disk, what), &Method { name, this, arguments }, found).await {
             Ok(()) => return Ok(datastore),
             // Datastores without first-class disks, and those that cannot have any.
             Err(failure) if matches!(failure.error, Error::NotFound { .. } | Error::Invalid { .. }) => {}
@@ -299,7 +298,7 @@ pub(crate) async fn release(vsphere: &Vsphere, vm: &Vm, disk: &VmDisk, what: &st
             reconfigure(&vm.moref, &change("remove", "VirtualDisk", &device), &[])
         }
     };
-    match vsphere.run(Call::new(method.name, &vm.name, what), &method).await {
+    match vsphere.run(ApiCall::new(method.name, &vm.name, what), &method).await {
         // It was removed meanwhile.
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),
         other => Ok(other?),
