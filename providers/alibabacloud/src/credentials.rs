@@ -9,7 +9,9 @@ use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_rest::header::{HeaderName, HeaderValue};
-use peerpod_provider_rest::{Answer, Http, Method, NoAnswer, Request, Source, Token, Url, read, sources};
+use peerpod_provider_rest::{
+    Http, HttpAnswer, Method, NoAnswer, Request, Token, TokenSource, Url, read, sources,
+};
 use serde_json::Value;
 
 use crate::config::{AlibabaCloudConfig, Credentials};
@@ -31,7 +33,7 @@ const RRSA: &str =
 const NODE: &str = "give the node's instance a RAM role, use RRSA, or set access-key-id and secret-key";
 
 /// Returns the source of access keys. Files are read at each fetch, because they change.
-pub(crate) fn source(config: &AlibabaCloudConfig) -> Result<Box<dyn Source>, Error> {
+pub(crate) fn source(config: &AlibabaCloudConfig) -> Result<Box<dyn TokenSource>, Error> {
     let of_environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let (role, provider, file) = match config.credentials.clone() {
         Credentials::Key { id, secret, token } => {
@@ -65,7 +67,7 @@ fn url(text: &str) -> Result<Url, Error> {
 struct Settings(AccessKey);
 
 #[async_trait]
-impl Source for Settings {
+impl TokenSource for Settings {
     async fn fetch(&self, _http: &Http) -> Result<Token, Error> {
         Ok(Token { secret: self.0.pack(), life: SETTINGS_LIFE })
     }
@@ -80,7 +82,7 @@ struct Rrsa {
 }
 
 #[async_trait]
-impl Source for Rrsa {
+impl TokenSource for Rrsa {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let subject = sources::file(&self.file).await?;
         let request = Request::new(Method::POST, self.url.clone())
@@ -107,13 +109,13 @@ struct RamRole {
 }
 
 #[async_trait]
-impl Source for RamRole {
+impl TokenSource for RamRole {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let at = |path: &str| self.url.join(path).map_err(|_| no_key(&self.url));
         let ask = Request::new(Method::PUT, at(TOKENS.0)?)
             .header(HeaderName::from_static("x-aliyun-ecs-metadata-token-ttl-seconds"), TOKENS.1);
         // An instance whose metadata service has no tokens answers without one.
-        let pass = http.send_direct(&ask).await.ok().filter(Answer::is_success);
+        let pass = http.send_direct(&ask).await.ok().filter(HttpAnswer::is_success);
         let get = |url: Url| {
             let value = pass.as_ref().and_then(|pass| HeaderValue::from_bytes(pass.body()).ok());
             let name = HeaderName::from_static("x-aliyun-ecs-metadata-token");
@@ -154,7 +156,7 @@ fn token(body: &Value, url: &Url) -> Result<Token, Error> {
 }
 
 /// Returns the answer of a source if it is no refusal.
-fn successful(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &str) -> Result<Answer, Error> {
+fn successful(url: &Url, answer: Result<HttpAnswer, NoAnswer>, remedy: &str) -> Result<HttpAnswer, Error> {
     let host = url.host_str().unwrap_or_default();
     let answer = answer.map_err(|lost| {
         Error::transient(format!(

@@ -4,7 +4,7 @@
 
 use peerpod_provider_cloud::Refusals;
 use peerpod_provider_cloud::refusal::{Meaning, Row};
-use peerpod_provider_rest::{Answer, Dialect, Said, read};
+use peerpod_provider_rest::{Dialect, HttpAnswer, Said, read};
 
 use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
 
@@ -118,7 +118,7 @@ fn usual(meaning: Meaning) -> &'static str {
 }
 
 /// Reads the refusal in an answer.
-fn said(answer: &Answer) -> Said {
+fn said(answer: &HttpAnswer) -> Said {
     let body = answer.json();
     let text = |pointer| read::text(&body, pointer).unwrap_or_default();
     Said { code: text("/Code").to_owned(), message: plain(text("/Message")) }
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn a_refusal_quotes_no_user_data() {
         let message = "The specified UserData 'e30=' is not valid.";
-        let answer = Answer::of(400, &json!({"Code": "InvalidUserData.Format", "Message": message}));
+        let answer = HttpAnswer::of(400, &json!({"Code": "InvalidUserData.Format", "Message": message}));
         let said = said(&answer);
         assert!(!said.message.contains("e30="), "{}", said.message);
         assert_eq!(said.code, "InvalidUserData.Format");

@@ -6,7 +6,7 @@
 use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
 use peerpod_provider_rest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue};
-use peerpod_provider_rest::{Answer, Request, Signature, Url, read};
+use peerpod_provider_rest::{HttpAnswer, Request, Signature, Url, read};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use ring::rand::SystemRandom;
 use ring::{digest, hmac};
@@ -122,7 +122,7 @@ fn canonical_headers(request: &Request) -> (String, String) {
 }
 
 /// Whether a refusal shows that the temporary key has ended.
-fn has_ended(answer: &Answer) -> bool {
+fn has_ended(answer: &HttpAnswer) -> bool {
     if answer.is_success() {
         return false;
     }

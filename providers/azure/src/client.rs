@@ -10,7 +10,7 @@ use peerpod_provider_cloud::settings::is_secret_safe;
 use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::sources::{ClientSecret, Federated, Metadata};
 use peerpod_provider_rest::{
-    Answer, Failure, Hosts, Http, HttpSettings, Method, Next, Request, Rest, Source, Tokens, Url,
+    Failure, Hosts, Http, HttpAnswer, HttpSettings, Method, Next, Request, Rest, TokenSource, Tokens, Url,
 };
 use serde_json::Value;
 use tokio::time::Instant;
@@ -136,7 +136,7 @@ impl Arm {
     }
 
     /// Makes a call; see [`Rest::call`].
-    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<Answer, Failure> {
+    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<HttpAnswer, Failure> {
         self.rest.call(call, request).await
     }
 
@@ -166,7 +166,7 @@ pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, unti
 }
 
 /// Returns the source of tokens that settings and environment describe.
-fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<Box<dyn Source>, Error> {
+fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<Box<dyn TokenSource>, Error> {
     let set = |name: &str| env(name).filter(|value| !value.is_empty());
     let scope = format!("{}/.default", config.cloud.manager());
     let authority = || {

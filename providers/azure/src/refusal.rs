@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use peerpod_provider_cloud::exhausted::STANDS;
 use peerpod_provider_cloud::refusal::{Meaning, Refusals, Row};
-use peerpod_provider_rest::{Answer, Dialect, Said, read};
+use peerpod_provider_rest::{Dialect, HttpAnswer, Said, read};
 
 use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
 
@@ -133,7 +133,7 @@ pub(crate) fn standing(code: &str, meaning: Meaning, is_spot: bool) -> Duration 
 }
 
 /// Reads code and message of an error. The inner error is the more precise one.
-fn said(answer: &Answer) -> Said {
+fn said(answer: &HttpAnswer) -> Said {
     let body = answer.json();
     let text = |pointer: &str| read::text(&body, pointer).unwrap_or_default().to_owned();
     let is_of_one_vm = || {
@@ -159,7 +159,7 @@ fn is_of_a_vm(limit: &str) -> bool {
 
 /// Reads the smallest of the subscription's limits that Compute reports as left. Limits of one VM are no limits of calls
 /// for other VMs.
-fn left(answer: &Answer) -> Option<u32> {
+fn left(answer: &HttpAnswer) -> Option<u32> {
     smallest(answer.header("x-ms-ratelimit-remaining-resource")?)
 }
 
@@ -227,17 +227,20 @@ mod tests {
 
     #[test]
     fn an_answer_without_an_error_has_no_code() {
-        assert_eq!(said(&Answer::of(500, &json!("oops"))), Said::default());
+        assert_eq!(said(&HttpAnswer::of(500, &json!("oops"))), Said::default());
         let body = json!({"error": {"code": "Conflict", "message": "busy"}});
-        assert_eq!(said(&Answer::of(409, &body)), Said { code: "Conflict".into(), message: "busy".into() });
-        assert_eq!(left(&Answer::of(200, &json!({}))), None);
+        assert_eq!(
+            said(&HttpAnswer::of(409, &body)),
+            Said { code: "Conflict".into(), message: "busy".into() }
+        );
+        assert_eq!(left(&HttpAnswer::of(200, &json!({}))), None);
         let body = json!({"error": {"code": "OperationNotAllowed", "message": "slow down",
             "details": [{"code": "TooManyRequests", "target": "Microsoft.Compute/GetVMResource.pp-a"}]}});
-        let one = said(&Answer::of(429, &body));
+        let one = said(&HttpAnswer::of(429, &body));
         assert_eq!(REFUSALS.meaning(&one.code, &one.message, 429), Transient);
         let body = json!({"error": {"code": "OperationNotAllowed",
             "details": [{"code": "TooManyRequests", "target": "HighCostGet30Min"}]}});
-        let all = said(&Answer::of(429, &body));
+        let all = said(&HttpAnswer::of(429, &body));
         assert_eq!(REFUSALS.meaning(&all.code, &all.message, 429), Throttled);
     }
 

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
 use peerpod_provider_rest::sources::{Exchange, Impersonation, JwtBearer, Metadata, Subject};
-use peerpod_provider_rest::{Http, Source, Token, Url, read};
+use peerpod_provider_rest::{Http, Token, TokenSource, Url, read};
 use serde_json::Value;
 use tokio::io::AsyncReadExt;
 
@@ -29,7 +29,7 @@ const NODE: &str =
     "give the node or its Kubernetes service account a service account, or set credentials-file";
 
 /// Returns the source of access tokens. The file is read at each fetch, because it changes.
-pub(crate) fn source(config: &GcpConfig) -> Result<Box<dyn Source>, Error> {
+pub(crate) fn source(config: &GcpConfig) -> Result<Box<dyn TokenSource>, Error> {
     // A fake cloud has no TLS.
     let plain = config.endpoint.as_deref().is_some_and(|endpoint| endpoint.starts_with("http://"));
     let of_the_environment = || std::env::var_os("GOOGLE_APPLICATION_CREDENTIALS").map(PathBuf::from);
@@ -53,7 +53,7 @@ struct File {
 }
 
 #[async_trait]
-impl Source for File {
+impl TokenSource for File {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let json = read_file(&self.path).await?;
         let source = of_json(&json, self.plain);
@@ -77,7 +77,7 @@ async fn read_file(path: &Path) -> Result<Secret, Error> {
 }
 
 /// Returns the source that a file of credentials describes. Errors hold nothing of the file but its type.
-fn of_json(json: &Secret, plain: bool) -> Result<Box<dyn Source>, Error> {
+fn of_json(json: &Secret, plain: bool) -> Result<Box<dyn TokenSource>, Error> {
     let body: Value = serde_json::from_str(json.expose())
         .map_err(|error| bad(&format!("they are no JSON (line {})", error.line())))?;
     match read::text(&body, "/type") {
@@ -90,7 +90,7 @@ fn of_json(json: &Secret, plain: bool) -> Result<Box<dyn Source>, Error> {
     }
 }
 
-fn of_key(body: &Value, plain: bool) -> Result<Box<dyn Source>, Error> {
+fn of_key(body: &Value, plain: bool) -> Result<Box<dyn TokenSource>, Error> {
     let url = url(body, "/token_uri", plain)?;
     let account = required(body, "/client_email")?;
     let key = Secret::new(required(body, "/private_key")?.to_owned());
@@ -98,7 +98,7 @@ fn of_key(body: &Value, plain: bool) -> Result<Box<dyn Source>, Error> {
     Ok(Box::new(JwtBearer::new(url, (account, id), &key, SCOPE, REMEDY)?))
 }
 
-fn federated(body: &Value, plain: bool) -> Result<Box<dyn Source>, Error> {
+fn federated(body: &Value, plain: bool) -> Result<Box<dyn TokenSource>, Error> {
     let Some(file) = read::text(body, "/credential_source/file") else {
         return Err(bad("their credential_source is no file, and other sources are not supported"));
     };

@@ -6,7 +6,7 @@
 
 use peerpod_provider_cloud::Refusals;
 use peerpod_provider_cloud::refusal::{Meaning, Row};
-use peerpod_provider_rest::{Answer, Dialect, Said, read};
+use peerpod_provider_rest::{Dialect, HttpAnswer, Said, read};
 use serde_json::Value;
 
 use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
@@ -113,7 +113,7 @@ fn usual(meaning: Meaning) -> &'static str {
 }
 
 /// Reads the refusal in an answer.
-fn said(answer: &Answer) -> Said {
+fn said(answer: &HttpAnswer) -> Said {
     let body = answer.json();
     let errors = read::list(&body, "/error/errors");
     let details = read::list(&body, "/error/details").iter();

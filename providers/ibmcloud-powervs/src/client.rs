@@ -11,7 +11,8 @@ use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::header::{HeaderName, HeaderValue};
 use peerpod_provider_rest::sources::ApiKey;
 use peerpod_provider_rest::{
-    Answer, Failure, Hosts, Http, HttpSettings, Method, Request, Rest, Source, Token, Tokens, ibm, read,
+    Failure, Hosts, Http, HttpAnswer, HttpSettings, Method, Request, Rest, Token, TokenSource, Tokens, ibm,
+    read,
 };
 use serde_json::Value;
 use tokio::time::Instant;
@@ -77,7 +78,7 @@ impl Power {
     }
 
     /// Makes a call; see [`Rest::call`].
-    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<Answer, Failure> {
+    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<HttpAnswer, Failure> {
         // The header needs the account, which the first token names.
         self.log_in().await.map_err(|error| error.during(call.what))?;
         let account = self.account.get().map(String::as_str).unwrap_or_default();
@@ -113,7 +114,7 @@ struct Named {
 }
 
 #[async_trait]
-impl Source for Named {
+impl TokenSource for Named {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let token = self.source.fetch(http).await?;
         let named = account(token.secret.expose())

@@ -3,7 +3,7 @@
 //! PowerVS has statuses and texts, but hardly any codes. A fault of a VM appears after PowerVS has accepted its create.
 
 use peerpod_provider_cloud::refusal::{Meaning, Refusals, Row};
-use peerpod_provider_rest::{Answer, Dialect, Said, read};
+use peerpod_provider_rest::{Dialect, HttpAnswer, Said, read};
 
 use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
 
@@ -55,7 +55,7 @@ fn usual(meaning: Meaning) -> &'static str {
 }
 
 /// Reads code and message of an error.
-fn said(answer: &Answer) -> Said {
+fn said(answer: &HttpAnswer) -> Said {
     let body = answer.json();
     let text = |pointer: &str| read::text(&body, pointer);
     let message = text("/description").or_else(|| text("/message")).unwrap_or_default();
@@ -94,8 +94,8 @@ mod tests {
             assert!(error.to_string().contains(remedy), "{remedy} in {error}");
         }
         let body = json!({"error": "bad request", "description": "no such image", "message": "m"});
-        let found = said(&Answer::of(400, &body));
+        let found = said(&HttpAnswer::of(400, &body));
         assert_eq!((found.code.as_str(), found.message.as_str()), ("bad request", "no such image"));
-        assert_eq!(said(&Answer::of(500, &json!("oops"))), Said::default());
+        assert_eq!(said(&HttpAnswer::of(500, &json!("oops"))), Said::default());
     }
 }

@@ -6,7 +6,8 @@ use peerpod_provider_cloud::calls::{BucketLimits, Table};
 use peerpod_provider_cloud::{ApiCall, Scheduler};
 use peerpod_provider_rest::sources::{ApiKey, ComputeResource};
 use peerpod_provider_rest::{
-    Answer, Failure, Hosts, Http, HttpSettings, Method, Next, Request, Rest, Source, Tokens, Url, ibm,
+    Failure, Hosts, Http, HttpAnswer, HttpSettings, Method, Next, Request, Rest, TokenSource, Tokens, Url,
+    ibm,
 };
 use serde_json::Value;
 use tokio::time::Instant;
@@ -80,7 +81,7 @@ impl Vpc {
     }
 
     /// Makes a call; see [`Rest::call`].
-    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<Answer, Failure> {
+    pub(crate) async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<HttpAnswer, Failure> {
         self.rest.call(call, request).await
     }
 
@@ -124,7 +125,7 @@ pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, unti
 }
 
 /// Returns the source of tokens that the settings describe.
-fn source(config: &IbmCloudConfig) -> Result<Box<dyn Source>, Error> {
+fn source(config: &IbmCloudConfig) -> Result<Box<dyn TokenSource>, Error> {
     let url = ibm::token_url(&config.iam)?;
     match &config.credentials {
         Credentials::ApiKey(key) => Ok(Box::new(ApiKey { url, key: key.clone(), remedy: LOGIN })),

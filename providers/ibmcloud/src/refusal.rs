@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use peerpod_provider_cloud::exhausted::STANDS;
 use peerpod_provider_cloud::refusal::{Meaning, Refusals, Row};
-use peerpod_provider_rest::{Answer, Dialect, Said, read};
+use peerpod_provider_rest::{Dialect, HttpAnswer, Said, read};
 
 use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Transient};
 
@@ -94,7 +94,7 @@ pub(crate) fn is_of_the_subnet(code: &str) -> bool {
 }
 
 /// Reads code and message of an error, with the field that it concerns.
-fn said(answer: &Answer) -> Said {
+fn said(answer: &HttpAnswer) -> Said {
     let body = answer.json();
     let text = |pointer: &str| read::text(&body, pointer).unwrap_or_default();
     let message = match text("/errors/0/target/name") {
@@ -148,9 +148,9 @@ mod tests {
 
     #[test]
     fn an_error_names_its_field() {
-        assert_eq!(said(&Answer::of(500, &json!("oops"))), Said::default());
+        assert_eq!(said(&HttpAnswer::of(500, &json!("oops"))), Said::default());
         let body = json!({"errors": [{"code": "bad_field", "message": "Not so.", "target": {"name": "profile.name"}}]});
-        let found = said(&Answer::of(400, &body));
+        let found = said(&HttpAnswer::of(400, &body));
         assert_eq!((found.code.as_str(), found.message.as_str()), ("bad_field", "Not so (profile.name)"));
     }
 

@@ -12,7 +12,7 @@ use crate::dialect::Dialect;
 use crate::failure::Failure;
 use crate::hosts::Hosts;
 use crate::http::{Http, NoAnswer};
-use crate::request::{Answer, Request};
+use crate::request::{HttpAnswer, Request};
 use crate::token::Tokens;
 
 /// Way of a cloud whose requests carry a signature instead of a bearer token.
@@ -21,7 +21,7 @@ pub struct Signature {
     /// Signs a request with the credential of the token's source.
     pub sign: fn(&Request, &Secret) -> Result<Request, Error>,
     /// Whether a refusal shows that the credential has ended, so that a new one helps.
-    pub has_ended: fn(&Answer) -> bool,
+    pub has_ended: fn(&HttpAnswer) -> bool,
 }
 
 /// Client of one API. Clones share connections, token and scheduler.
@@ -82,7 +82,7 @@ impl Rest {
     /// # Errors
     /// The refusal of the cloud, by its table; [`Error::Transient`] without an answer; the error of the token's source;
     /// [`Error::Invalid`] for a request to another host, which is not sent.
-    pub async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<Answer, Failure> {
+    pub async fn call(&self, call: ApiCall<'_>, request: &Request) -> Result<HttpAnswer, Failure> {
         let ApiCall { action, what, .. } = call;
         if !self.hosts.allows(request.url()) {
             // `follow` refuses it with the cause.
@@ -93,7 +93,7 @@ impl Rest {
         self.scheduler.run(call, || self.ask(action, what, request)).await
     }
 
-    async fn ask(&self, action: &str, what: &str, request: &Request) -> Result<Answer, Failure> {
+    async fn ask(&self, action: &str, what: &str, request: &Request) -> Result<HttpAnswer, Failure> {
         let token = self.tokens.get(&self.http).await.map_err(|error| error.during(what))?;
         let mut sent = self.send(request, &token).await.map_err(|error| error.during(what))?;
         if sent.as_ref().is_ok_and(|answer| self.has_ended(answer)) {
@@ -110,7 +110,7 @@ impl Rest {
     }
 
     /// Sends a request with this token, or signed with it. The outer error is that of the signature.
-    async fn send(&self, request: &Request, token: &Secret) -> Result<Result<Answer, NoAnswer>, Error> {
+    async fn send(&self, request: &Request, token: &Secret) -> Result<Result<HttpAnswer, NoAnswer>, Error> {
         Ok(match self.signature {
             None => self.http.send(request, Some(token)).await,
             Some(signature) => self.http.send(&(signature.sign)(request, token)?, None).await,
@@ -118,7 +118,7 @@ impl Rest {
     }
 
     /// Whether an answer shows that the token has ended.
-    fn has_ended(&self, answer: &Answer) -> bool {
+    fn has_ended(&self, answer: &HttpAnswer) -> bool {
         match self.signature {
             None => answer.status == 401,
             Some(signature) => (signature.has_ended)(answer),
@@ -126,7 +126,7 @@ impl Rest {
     }
 
     /// Returns the failure of a refused call.
-    pub fn refused(&self, action: &str, what: &str, answer: Answer) -> Failure {
+    pub fn refused(&self, action: &str, what: &str, answer: HttpAnswer) -> Failure {
         let mut said = (self.dialect.said)(&answer);
         if said.code.is_empty() {
             said.code = format!("HTTP {}", answer.status);

@@ -2,7 +2,7 @@
 
 use peerpod_provider_cloud::Refusals;
 
-use crate::request::Answer;
+use crate::request::HttpAnswer;
 
 /// Code and message of a refusal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct Dialect {
     /// Refusals by class.
     pub refusals: Refusals,
     /// Reads code and message of an answer without success.
-    pub said: fn(&Answer) -> Said,
+    pub said: fn(&HttpAnswer) -> Said,
     /// Reads the number of calls like this one that the cloud still accepts for now, where an answer has it.
-    pub left: fn(&Answer) -> Option<u32>,
+    pub left: fn(&HttpAnswer) -> Option<u32>,
 }

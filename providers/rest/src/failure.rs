@@ -4,19 +4,19 @@ use peerpod_provider_api::Error;
 use serde_json::Value;
 
 use crate::dialect::Said;
-use crate::request::Answer;
+use crate::request::HttpAnswer;
 
 /// Failed call.
 #[derive(Debug)]
 pub struct Failure {
     /// Error to return.
     pub error: Error,
-    said: Option<Box<(Said, Answer)>>,
+    said: Option<Box<(Said, HttpAnswer)>>,
 }
 
 impl Failure {
     /// Returns the failure of a call that the cloud refused by this answer.
-    pub fn new(error: Error, said: Said, answer: Answer) -> Failure {
+    pub fn new(error: Error, said: Said, answer: HttpAnswer) -> Failure {
         Failure { error, said: Some(Box::new((said, answer))) }
     }
 

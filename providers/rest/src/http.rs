@@ -15,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, ConfigBuilder, RootCertStore, WantsVerifier};
 
-use crate::request::{Answer, Request};
+use crate::request::{HttpAnswer, Request};
 
 mod pin;
 
@@ -97,7 +97,7 @@ impl Http {
     ///
     /// # Errors
     /// [`NoAnswer`] without a whole answer. Its text has no URL, because a query may hold a signature.
-    pub async fn send(&self, request: &Request, token: Option<&Secret>) -> Result<Answer, NoAnswer> {
+    pub async fn send(&self, request: &Request, token: Option<&Secret>) -> Result<HttpAnswer, NoAnswer> {
         self.send_by(&self.client, request, token).await
     }
 
@@ -105,7 +105,7 @@ impl Http {
     ///
     /// # Errors
     /// Same as [`Http::send`].
-    pub async fn send_direct(&self, request: &Request) -> Result<Answer, NoAnswer> {
+    pub async fn send_direct(&self, request: &Request) -> Result<HttpAnswer, NoAnswer> {
         self.send_by(&self.direct, request, None).await
     }
 
@@ -114,7 +114,7 @@ impl Http {
         client: &Client,
         request: &Request,
         token: Option<&Secret>,
-    ) -> Result<Answer, NoAnswer> {
+    ) -> Result<HttpAnswer, NoAnswer> {
         let Request { method, url, headers, body } = request.clone();
         let mut ask = client.request(method, url).headers(headers);
         if let Some(body) = body {
@@ -134,7 +134,7 @@ impl Http {
     }
 }
 
-async fn read(mut response: Response) -> Result<Answer, NoAnswer> {
+async fn read(mut response: Response) -> Result<HttpAnswer, NoAnswer> {
     let status = response.status().as_u16();
     let too_long = || NoAnswer::Lost(format!("the answer {status} is longer than {} MiB", MAX_BODY >> 20));
     if response.content_length().is_some_and(|length| length > MAX_BODY as u64) {
@@ -148,7 +148,7 @@ async fn read(mut response: Response) -> Result<Answer, NoAnswer> {
         }
         body.extend_from_slice(&part);
     }
-    Ok(Answer { status, headers, body: Bytes::from(body) })
+    Ok(HttpAnswer { status, headers, body: Bytes::from(body) })
 }
 
 fn lost(error: reqwest::Error) -> NoAnswer {

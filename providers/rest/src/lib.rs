@@ -1,6 +1,6 @@
 //! Implements the parts that providers of clouds with a REST API share.
 //!
-//! * [`Http`] sends one request and reads one bounded answer. [`Request`] and [`Answer`] are plain data.
+//! * [`Http`] sends one request and reads one bounded answer. [`Request`] and [`HttpAnswer`] are plain data.
 //! * [`Tokens`] keeps an access token and renews it; [`sources`] fetch tokens. [`Hosts`] limits the hosts that get one.
 //! * [`Rest`] makes a call of the cloud's API: its turn from the scheduler, the token, the answer, and the error of a
 //!   refusal by the cloud's [`Dialect`]. It also reads lists of several pages ([`Next`]).
@@ -33,6 +33,6 @@ pub use hosts::Hosts;
 pub use http::{Http, HttpSettings, NoAnswer};
 pub use operation::{Decision, decide, end_of_wait};
 pub use page::Next;
-pub use request::{Answer, Request};
+pub use request::{HttpAnswer, Request};
 pub use reqwest::{Method, Url, header};
-pub use token::{Source, Token, Tokens};
+pub use token::{Token, TokenSource, Tokens};

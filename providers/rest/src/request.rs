@@ -118,16 +118,16 @@ impl fmt::Debug for Request {
 
 /// Answer of an API, with a body of bounded size.
 #[derive(Clone)]
-pub struct Answer {
+pub struct HttpAnswer {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
 }
 
-impl Answer {
+impl HttpAnswer {
     /// Returns an answer with a JSON body, for tests and for results inside of other answers.
-    pub fn of(status: u16, body: &Value) -> Answer {
-        Answer { status, headers: HeaderMap::new(), body: Bytes::from(body.to_string()) }
+    pub fn of(status: u16, body: &Value) -> HttpAnswer {
+        HttpAnswer { status, headers: HeaderMap::new(), body: Bytes::from(body.to_string()) }
     }
 
     /// Returns the HTTP status.
@@ -166,7 +166,7 @@ impl Answer {
     }
 }
 
-impl fmt::Debug for Answer {
+impl fmt::Debug for HttpAnswer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "answer {} ({} bytes)", self.status, self.body.len())
     }

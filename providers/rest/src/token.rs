@@ -37,7 +37,7 @@ pub struct Token {
 
 /// Source of access tokens.
 #[async_trait]
-pub trait Source: Send + Sync {
+pub trait TokenSource: Send + Sync {
     /// Fetches a new token. Reads files of credentials again, because they change.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ pub trait Source: Send + Sync {
 }
 
 #[async_trait]
-impl Source for Box<dyn Source> {
+impl TokenSource for Box<dyn TokenSource> {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         self.as_ref().fetch(http).await
     }
@@ -55,7 +55,7 @@ impl Source for Box<dyn Source> {
 /// Token of one account, fetched at first use and renewed at four fifths of its life. Concurrent callers share one
 /// fetch; while an old token is valid, they use it meanwhile, also after a failed renewal.
 pub struct Tokens {
-    source: Box<dyn Source>,
+    source: Box<dyn TokenSource>,
     kept: Lock<Option<Kept>>,
     /// Held across a fetch.
     fetching: Mutex<Fetches>,
@@ -78,7 +78,7 @@ struct Kept {
 
 impl Tokens {
     /// Returns a keeper without a token; fetches nothing.
-    pub fn new(source: impl Source + 'static) -> Tokens {
+    pub fn new(source: impl TokenSource + 'static) -> Tokens {
         Tokens { source: Box::new(source), kept: Lock::default(), fetching: Mutex::default() }
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::calls::{BucketLimits, Table};
 use peerpod_provider_cloud::{ApiCall, Scheduler};
-use peerpod_provider_rest::{Answer, Failure, Http, HttpSettings, Request, Said, Tokens, Url, header};
+use peerpod_provider_rest::{Failure, Http, HttpAnswer, HttpSettings, Request, Said, Tokens, Url, header};
 use roxmltree::Node;
 
 use crate::config::VsphereConfig;
@@ -118,7 +118,7 @@ impl Vcenter {
         action: &str,
         request: &Request,
         read: &impl Fn(Node<'_, '_>) -> Option<T>,
-    ) -> Result<(Answer, Option<Result<T, Said>>), Failure> {
+    ) -> Result<(HttpAnswer, Option<Result<T, Said>>), Failure> {
         let during = |error: Error| Failure::from(error.during(what));
         let old = self.tokens.get(&self.http).await.map_err(during)?;
         let send = async |cookie: &str| {
@@ -161,7 +161,7 @@ impl Vcenter {
             let sent = self.http.send(&request, None).await;
             sent.map_err(|lost| during(session::unanswered(call.action, &lost)))
         };
-        let answer: Answer = self.scheduler.run(call, ask).await?;
+        let answer: HttpAnswer = self.scheduler.run(call, ask).await?;
         match answer.status() {
             200 | 206 => Ok(Some(answer.body().to_vec())),
             // The file is empty.

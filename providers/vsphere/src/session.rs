@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use peerpod_base::config::Secret;
 use peerpod_provider_api::Error;
-use peerpod_provider_rest::{Answer, Http, NoAnswer, Request, Source, Token, Url, header};
+use peerpod_provider_rest::{Http, HttpAnswer, NoAnswer, Request, Token, TokenSource, Url, header};
 use roxmltree::Node;
 
 use crate::refusal::{self, REFUSALS};
@@ -86,7 +86,7 @@ impl Account {
         http: &Http,
         method: &Method,
         read: impl FnOnce(Node<'_, '_>) -> Option<T>,
-    ) -> Result<(T, Answer), Error> {
+    ) -> Result<(T, HttpAnswer), Error> {
         let name = method.name;
         let answer = http.send(&request(&self.url, method), None).await;
         let answer = answer.map_err(|lost| unanswered(name, &lost))?;
@@ -99,7 +99,7 @@ impl Account {
 }
 
 #[async_trait]
-impl Source for Account {
+impl TokenSource for Account {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let during = |error: Error| error.during("log in to the vCenter");
         if self.services.get().is_none() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use peerpod_provider_api::Error;
 use peerpod_provider_cloud::batch::{self, what};
 use peerpod_provider_cloud::{ApiCall, Lookup, Wait, Window};
-use peerpod_provider_rest::{Answer, Decision, Failure, Said, decide, end_of_wait};
+use peerpod_provider_rest::{Decision, Failure, HttpAnswer, Said, decide, end_of_wait};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -106,6 +106,6 @@ impl Vsphere {
 /// Returns the failure of a call whose task has failed.
 pub(crate) fn refused(call: ApiCall<'_>, said: Said) -> Failure {
     let error = refusal::error(call.action, &said, 200).during(call.what);
-    let answer = Answer::of(200, &Value::Null);
+    let answer = HttpAnswer::of(200, &Value::Null);
     Failure::new(error, said, answer)
 }

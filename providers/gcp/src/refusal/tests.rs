@@ -6,7 +6,7 @@ use serde_json::json;
 use super::*;
 
 fn refused(status: u16, body: &Value) -> Error {
-    let said = said(&Answer::of(status, body));
+    let said = said(&HttpAnswer::of(status, body));
     REFUSALS.refused("instances.insert", &said.code, &said.message, status, None)
 }
 

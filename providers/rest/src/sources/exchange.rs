@@ -14,7 +14,7 @@ use crate::http::Http;
 use crate::read;
 use crate::request::Request;
 use crate::sources::oauth;
-use crate::token::{Source, Token};
+use crate::token::{Token, TokenSource};
 
 /// Type of the grant.
 const GRANT: &str = "urn:ietf:params:oauth:grant-type:token-exchange";
@@ -65,7 +65,7 @@ impl Subject {
 }
 
 #[async_trait]
-impl Source for Exchange {
+impl TokenSource for Exchange {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let subject = self.subject.token().await?;
         let fields = [
@@ -83,7 +83,7 @@ impl Source for Exchange {
 /// Service account that the identity of another source may use (`generateAccessToken` of Google's IAM).
 pub struct Impersonation {
     /// Source of the identity.
-    pub source: Box<dyn Source>,
+    pub source: Box<dyn TokenSource>,
     /// URL of `generateAccessToken` of the service account.
     pub url: Url,
     /// Scope of the token.
@@ -93,7 +93,7 @@ pub struct Impersonation {
 }
 
 #[async_trait]
-impl Source for Impersonation {
+impl TokenSource for Impersonation {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let own = self.source.fetch(http).await?;
         let body = json!({"scope": [self.scope], "lifetime": format!("{LIFE}s")});

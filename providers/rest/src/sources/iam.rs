@@ -9,7 +9,7 @@ use reqwest::Url;
 
 use crate::http::Http;
 use crate::sources::oauth;
-use crate::token::{Source, Token};
+use crate::token::{Token, TokenSource};
 
 /// Type of the grant for an API key.
 const API_KEY: &str = "urn:ibm:params:oauth:grant-type:apikey";
@@ -41,7 +41,7 @@ pub struct ComputeResource {
 }
 
 #[async_trait]
-impl Source for ApiKey {
+impl TokenSource for ApiKey {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let fields = [("grant_type", API_KEY), ("apikey", self.key.expose())];
         oauth::ask(http, &oauth::form(&self.url, &fields), self.remedy).await
@@ -49,7 +49,7 @@ impl Source for ApiKey {
 }
 
 #[async_trait]
-impl Source for ComputeResource {
+impl TokenSource for ComputeResource {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let token = super::file(&self.file).await?;
         let fields = [

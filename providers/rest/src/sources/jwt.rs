@@ -16,7 +16,7 @@ use serde_json::json;
 
 use crate::http::Http;
 use crate::sources::oauth;
-use crate::token::{Source, Token};
+use crate::token::{Token, TokenSource};
 
 /// Life of an assertion, in seconds; Google accepts no longer one.
 const LIFE: u64 = 3600;
@@ -87,7 +87,7 @@ impl JwtBearer {
 }
 
 #[async_trait]
-impl Source for JwtBearer {
+impl TokenSource for JwtBearer {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let assertion = self.assertion(SystemTime::now())?;
         let fields = [("grant_type", GRANT), ("assertion", assertion.expose())];

@@ -8,7 +8,7 @@ use reqwest::header::HeaderName;
 use crate::http::Http;
 use crate::request::Request;
 use crate::sources::oauth;
-use crate::token::{Source, Token};
+use crate::token::{Token, TokenSource};
 
 /// Metadata service of a cloud. It is asked without a proxy.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ pub struct Metadata {
 }
 
 #[async_trait]
-impl Source for Metadata {
+impl TokenSource for Metadata {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let (name, value) = self.header;
         let request = Request::get(self.url.clone()).header(HeaderName::from_static(name), value);

@@ -12,8 +12,8 @@ use reqwest::{Method, Url};
 
 use crate::http::{Http, NoAnswer};
 use crate::read;
-use crate::request::{Answer, Request};
-use crate::token::{Source, Token};
+use crate::request::{HttpAnswer, Request};
+use crate::token::{Token, TokenSource};
 
 /// Life of a token whose answer names none.
 const UNKNOWN_LIFE: u64 = 300;
@@ -53,7 +53,7 @@ pub struct Federated {
 }
 
 #[async_trait]
-impl Source for ClientSecret {
+impl TokenSource for ClientSecret {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let fields = [
             ("grant_type", "client_credentials"),
@@ -66,7 +66,7 @@ impl Source for ClientSecret {
 }
 
 #[async_trait]
-impl Source for Federated {
+impl TokenSource for Federated {
     async fn fetch(&self, http: &Http) -> Result<Token, Error> {
         let assertion = super::file(&self.file).await?;
         let fields = [
@@ -92,7 +92,7 @@ pub(super) async fn ask(http: &Http, request: &Request, remedy: &str) -> Result<
 }
 
 /// Reads the answer of a token endpoint.
-pub(super) fn token(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &str) -> Result<Token, Error> {
+pub(super) fn token(url: &Url, answer: Result<HttpAnswer, NoAnswer>, remedy: &str) -> Result<Token, Error> {
     let answer = successful(url, answer, remedy)?;
     let body = answer.json();
     let secret = read::text(&body, "/access_token").ok_or_else(|| no_token(url))?;
@@ -101,7 +101,11 @@ pub(super) fn token(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &str) -
 }
 
 /// Returns the answer of a token endpoint if it is no refusal.
-pub(super) fn successful(url: &Url, answer: Result<Answer, NoAnswer>, remedy: &str) -> Result<Answer, Error> {
+pub(super) fn successful(
+    url: &Url,
+    answer: Result<HttpAnswer, NoAnswer>,
+    remedy: &str,
+) -> Result<HttpAnswer, Error> {
     let host = url.host_str().unwrap_or_default();
     let answer = answer.map_err(|lost| {
         Error::transient(format!(

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 
 use super::{Reply, Seen, Server, reply};
 use crate::{
-    Decision, Dialect, Failure, Hosts, Http, HttpSettings, Next, Request, Rest, Said, Source, Token, Tokens,
-    decide, end_of_wait, read,
+    Decision, Dialect, Failure, Hosts, Http, HttpSettings, Next, Request, Rest, Said, Token, TokenSource,
+    Tokens, decide, end_of_wait, read,
 };
 
 const DIALECT: Dialect = Dialect {
@@ -41,7 +41,7 @@ const DIALECT: Dialect = Dialect {
 struct Numbered(AtomicUsize);
 
 #[async_trait]
-impl Source for Numbered {
+impl TokenSource for Numbered {
     async fn fetch(&self, _: &Http) -> Result<Token, Error> {
         let number = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         Ok(Token { secret: Secret::new(format!("token-{number}")), life: Duration::from_secs(3600) })
@@ -51,13 +51,13 @@ impl Source for Numbered {
 struct Refuses;
 
 #[async_trait]
-impl Source for Refuses {
+impl TokenSource for Refuses {
     async fn fetch(&self, _: &Http) -> Result<Token, Error> {
         Err(Error::Auth { text: "get an access token: the account is closed".into() })
     }
 }
 
-fn rest_of(server: &Server, source: impl Source + 'static) -> Rest {
+fn rest_of(server: &Server, source: impl TokenSource + 'static) -> Rest {
     let settings = HttpSettings { ca_file: None, call_timeout: Duration::from_secs(10) };
     let scheduler = Scheduler::new(Table::new(BucketLimits::new(100.0, 100)));
     let hosts = Hosts::new(server.url.clone(), &[".example"]);

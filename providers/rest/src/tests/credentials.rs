@@ -18,7 +18,7 @@ use tokio::time::{advance, timeout};
 
 use super::{File, Server, reply};
 use crate::sources::{ClientSecret, Exchange, Federated, Impersonation, JwtBearer, Metadata, Subject};
-use crate::{Http, HttpSettings, Source, Token, Tokens};
+use crate::{Http, HttpSettings, Token, TokenSource, Tokens};
 
 const KEY: &str = include_str!("../../testdata/service-account.pem");
 
@@ -34,7 +34,7 @@ struct Counting {
 }
 
 #[async_trait]
-impl Source for Counting {
+impl TokenSource for Counting {
     async fn fetch(&self, _: &Http) -> Result<Token, Error> {
         let number = self.fetches.fetch_add(1, Ordering::Relaxed) + 1;
         tokio::time::sleep(Duration::from_millis(50)).await;

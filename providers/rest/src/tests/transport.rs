@@ -10,7 +10,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 
 use super::{File, Server, raw, read, reply};
-use crate::{Answer, Hosts, Http, HttpSettings, Method, NoAnswer, Request, Url};
+use crate::{Hosts, Http, HttpAnswer, HttpSettings, Method, NoAnswer, Request, Url};
 
 fn http() -> Http {
     Http::new(&HttpSettings { ca_file: None, call_timeout: Duration::from_secs(10) }).unwrap()
@@ -146,7 +146,7 @@ fn a_ca_file_without_certificates_is_refused() {
 #[test]
 fn a_pause_is_seconds_or_a_date() {
     let at = |text: &str| {
-        let mut answer = Answer::of(429, &Value::Null);
+        let mut answer = HttpAnswer::of(429, &Value::Null);
         answer.headers.insert("retry-after", text.parse().unwrap());
         answer.retry_after(SystemTime::UNIX_EPOCH + Duration::from_secs(784_111_777))
     };
@@ -155,7 +155,7 @@ fn a_pause_is_seconds_or_a_date() {
     assert_eq!(at("Sun, 06 Nov 1994 08:49:30 GMT"), Some(Duration::ZERO), "a date in the past");
     assert_eq!(at("99999999"), Some(Duration::from_secs(600)));
     assert_eq!(at("soon"), None);
-    assert_eq!(Answer::of(429, &Value::Null).retry_after(SystemTime::now()), None);
+    assert_eq!(HttpAnswer::of(429, &Value::Null).retry_after(SystemTime::now()), None);
 }
 
 #[test]
