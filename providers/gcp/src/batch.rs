@@ -12,10 +12,10 @@ use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait, read};
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
-use crate::create::{Launch, is_done, is_of_an_earlier, request_id};
+use crate::create::{GcpLaunch, is_done, is_of_an_earlier, request_id};
 use crate::links::VmId;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{self, Vm};
+use crate::vms::{self, GcpVm};
 
 /// Longest time that a list may lack VMs that the operation counts.
 const UNSEEN: Duration = Duration::from_secs(10);
@@ -31,7 +31,7 @@ struct Counted {
     refused: Option<(Said, u16)>,
 }
 
-impl Launch<'_> {
+impl GcpLaunch<'_> {
     /// Makes up to `count` VMs, or finds those of an earlier call.
     pub(crate) async fn many(&self, count: u32) -> Result<CreatedMany, Error> {
         let names = names_of(&self.gcp.owner, self.key, count);
@@ -82,7 +82,7 @@ impl Launch<'_> {
     }
 
     /// Returns the VMs with this key, as soon as the list has as many as the operation counts.
-    async fn seen(&self, made: Option<usize>, count: u32) -> Result<Vec<Vm>, Error> {
+    async fn seen(&self, made: Option<usize>, count: u32) -> Result<Vec<GcpVm>, Error> {
         if made == Some(0) {
             return Ok(Vec::new());
         }
@@ -100,11 +100,11 @@ impl Launch<'_> {
         Ok(latest.into_inner())
     }
 
-    async fn conclude(&self, seen: &[Vm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
+    async fn conclude(&self, seen: &[GcpVm], counted: Counted, count: u32) -> Result<CreatedMany, Error> {
         for vm in seen {
             self.check_marks(vm)?;
         }
-        let is_decided = |vm: &Vm| vm.state != VmState::Pending;
+        let is_decided = |vm: &GcpVm| vm.state != VmState::Pending;
         if counted.is_open && seen.iter().filter(|vm| is_decided(vm)).count() < count as usize {
             return Err(Error::transient(format!(
                 "{}: Google has not decided on all {count} VMs yet; the same call is repeated",

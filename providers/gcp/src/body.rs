@@ -7,21 +7,21 @@ use peerpod_provider_api::{Confidential, CreateRequest, Error, IdempotencyKey, M
 use peerpod_provider_cloud::{Offering, names};
 use serde_json::{Map, Value, json};
 
-use crate::config::{GcpConfig, Nic};
-use crate::facts::ImageFacts;
-use crate::links::Disk;
+use crate::config::{GcpConfig, GcpNic};
+use crate::facts::GcpImageFacts;
+use crate::links::PersistentDisk;
 use crate::marks;
 
 /// Disk of the pod, with the device name by which the guest finds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DataDisk {
-    pub disk: Disk,
+    pub disk: PersistentDisk,
     pub read_only: bool,
 }
 
 impl DataDisk {
     /// Returns the device name: the same for each form of a volume's name.
-    pub(crate) fn device_name(disk: &Disk) -> String {
+    pub(crate) fn device_name(disk: &PersistentDisk) -> String {
         format!("pp-{}{}", names::short(&[&disk.path()]), names::short(&[&disk.path(), ""]))
     }
 
@@ -43,19 +43,19 @@ impl DataDisk {
 }
 
 /// VM that is about to be made.
-pub(crate) struct Shape<'s> {
+pub(crate) struct GcpVmSpec<'s> {
     pub config: &'s GcpConfig,
     pub owner: &'s Owner,
     pub request: &'s CreateRequest,
     pub key: &'s IdempotencyKey,
     pub offering: &'s Offering,
-    pub image: &'s ImageFacts,
+    pub image: &'s GcpImageFacts,
     /// Whether the machine type has GPUs; such a VM cannot move to another host.
     pub has_gpus: bool,
     pub disks: &'s [DataDisk],
 }
 
-impl Shape<'_> {
+impl GcpVmSpec<'_> {
     /// Returns the body of an insert of one VM.
     pub(crate) fn insert(&self, name: &str) -> Result<Value, Error> {
         let zone = &self.offering.zone;
@@ -161,7 +161,7 @@ impl Shape<'_> {
     fn nics(&self) -> Value {
         let public = self.config.use_public_ip || self.request.public_ip;
         let second = self.config.second_nic.as_ref().filter(|_| self.request.second_nic);
-        let nic = |one: &Nic, is_public: bool| nic(one, self.image.can("GVNIC"), is_public);
+        let nic = |one: &GcpNic, is_public: bool| nic(one, self.image.can("GVNIC"), is_public);
         let first = nic(&self.config.nic, public);
         [first].into_iter().chain(second.map(|second| nic(second, false))).collect()
     }
@@ -205,7 +205,7 @@ pub(crate) fn word(technology: Confidential) -> &'static str {
     }
 }
 
-fn nic(nic: &Nic, is_gvnic: bool, is_public: bool) -> Value {
+fn nic(nic: &GcpNic, is_gvnic: bool, is_public: bool) -> Value {
     let mut body = json!({"stackType": "IPV4_ONLY"});
     if is_gvnic {
         body["nicType"] = "GVNIC".into();
@@ -235,7 +235,7 @@ mod tests {
     fn shaped<T>(
         settings: &[(&str, &str)],
         change: impl FnOnce(&mut CreateRequest),
-        then: impl FnOnce(&Shape<'_>) -> T,
+        then: impl FnOnce(&GcpVmSpec<'_>) -> T,
     ) -> T {
         let least = [("project-id", "project-1"), ("zones", "us-central1-a"), ("image", "podvm-1")];
         let config = read(&[&least[..], settings].concat()).unwrap();
@@ -253,14 +253,14 @@ mod tests {
             subnet: None,
             market: request.market.unwrap_or(Market::OnDemand),
         };
-        let image = ImageFacts {
+        let image = GcpImageFacts {
             path: "projects/project-1/global/images/podvm-1".into(),
             disk_gib: 20,
             arch: None,
             features: vec!["GVNIC".into()],
         };
-        let disk = Disk::parse("zones/us-central1-a/disks/pvc-1", "project-1").unwrap();
-        then(&Shape {
+        let disk = PersistentDisk::parse("zones/us-central1-a/disks/pvc-1", "project-1").unwrap();
+        then(&GcpVmSpec {
             config: &config,
             owner: &owner,
             request: &request,
@@ -348,10 +348,10 @@ mod tests {
     #[test]
     fn a_device_name_follows_from_the_disk_and_not_from_its_form() {
         let forms = ["projects/p-1/zones/z-1-a/disks/d", "zones/z-1-a/disks/d"];
-        let names = forms.map(|text| DataDisk::device_name(&Disk::parse(text, "p-1").unwrap()));
+        let names = forms.map(|text| DataDisk::device_name(&PersistentDisk::parse(text, "p-1").unwrap()));
         assert_eq!(names[0], names[1]);
         assert!(crate::links::is_name(&names[0]), "{}", names[0]);
-        let other = DataDisk::device_name(&Disk::parse("zones/z-1-b/disks/d", "p-1").unwrap());
+        let other = DataDisk::device_name(&PersistentDisk::parse("zones/z-1-b/disks/d", "p-1").unwrap());
         assert_ne!(other, names[0]);
     }
 }

@@ -9,7 +9,7 @@ use peerpod_provider_api::{Arch, Confidential, Market};
 use peerpod_provider_cloud::Alphabet;
 use peerpod_provider_cloud::settings::{self, Price, TypeForm};
 
-use crate::links::{self, Image};
+use crate::links::{self, GcpImage};
 
 /// Labels that Compute Engine accepts. Other alphabets are possible there, but not in all of its filters.
 pub const ALPHABET: Alphabet = Alphabet {
@@ -58,11 +58,11 @@ pub struct GcpConfig {
     /// URL of the Compute Engine API; `None`: the public one.
     pub endpoint: Option<String>,
     /// Credentials.
-    pub credentials: Credentials,
+    pub credentials: GcpCredentials,
     /// URL of the metadata service, which has the token of the node's or the pod's own identity.
     pub metadata: String,
     /// Image of the VMs; `None` only where nothing is created.
-    pub image: Option<Image>,
+    pub image: Option<GcpImage>,
     /// Types that pods may get; never empty, always contains [`GcpConfig::instance_type`].
     pub instance_types: Vec<String>,
     /// Type for pods that request none.
@@ -70,9 +70,9 @@ pub struct GcpConfig {
     /// Architecture of the pods.
     pub arch: Arch,
     /// Network of the VMs.
-    pub nic: Nic,
+    pub nic: GcpNic,
     /// Network of the second NIC of pods that request one.
-    pub second_nic: Option<Nic>,
+    pub second_nic: Option<GcpNic>,
     /// Network tags, which firewall rules name.
     pub network_tags: Vec<String>,
     /// Whether VMs get a public address. The node then uses this address.
@@ -101,7 +101,7 @@ pub struct GcpConfig {
 
 /// Credentials for Google Cloud.
 #[derive(Debug, Clone)]
-pub enum Credentials {
+pub enum GcpCredentials {
     /// JSON of a service-account key, or of workload identity federation.
     Json(Secret),
     /// File with such JSON; read again at each renewal.
@@ -112,7 +112,7 @@ pub enum Credentials {
 
 /// Network of a NIC, by paths below the API's version.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Nic {
+pub struct GcpNic {
     /// Network; `None`: that of the subnetwork.
     pub network: Option<String>,
     /// Subnetwork; `None`: that of the region, in a network that makes its own.
@@ -208,7 +208,7 @@ fn zones(section: &mut Reader, creates: bool) -> Vec<String> {
     zones
 }
 
-fn credentials(section: &mut Reader) -> Credentials {
+fn credentials(section: &mut Reader) -> GcpCredentials {
     let json: Option<Secret> = section.optional(
         "credentials",
         "JSON of a service-account key or of workload identity federation; default: the metadata service",
@@ -216,24 +216,24 @@ fn credentials(section: &mut Reader) -> Credentials {
     let file: Option<PathBuf> = section
         .optional("credentials-file", "file with such JSON; default: that of GOOGLE_APPLICATION_CREDENTIALS");
     match (json, file) {
-        (Some(json), None) => Credentials::Json(json),
-        (None, Some(file)) => Credentials::File(file),
+        (Some(json), None) => GcpCredentials::Json(json),
+        (None, Some(file)) => GcpCredentials::File(file),
         (Some(json), Some(_)) => {
             section.mistake("credentials-file", "given together with credentials; keep one of them");
-            Credentials::Json(json)
+            GcpCredentials::Json(json)
         }
-        (None, None) => Credentials::Default,
+        (None, None) => GcpCredentials::Default,
     }
 }
 
-fn image(section: &mut Reader, project: &str, creates: bool) -> Option<Image> {
+fn image(section: &mut Reader, project: &str, creates: bool) -> Option<GcpImage> {
     let help = "the pod VM's image: its name, family/NAME, or projects/PROJECT/global/images/NAME";
     let text: Option<String> = match creates {
         true => section.required("image", help),
         false => section.optional("image", help),
     };
     let text = text?;
-    let image = Image::parse(&text, project);
+    let image = GcpImage::parse(&text, project);
     if image.is_none() {
         section.mistake("image", "not an image; write it like projects/my-project-1/global/images/podvm-1");
     }
@@ -250,7 +250,7 @@ fn arch(section: &mut Reader) -> Arch {
     }
 }
 
-fn nic(section: &mut Reader, project: &str, region: &str) -> Nic {
+fn nic(section: &mut Reader, project: &str, region: &str) -> GcpNic {
     let network: Option<String> = section
         .optional("network", "network of the VMs: its name or path; default: the subnetwork's, or `default`");
     let subnetwork: Option<String> = section.optional(
@@ -261,7 +261,7 @@ fn nic(section: &mut Reader, project: &str, region: &str) -> Nic {
     linked(section, project, region, ["network", "subnetwork"], [network, subnetwork])
 }
 
-fn second_nic(section: &mut Reader, project: &str, region: &str) -> Option<Nic> {
+fn second_nic(section: &mut Reader, project: &str, region: &str) -> Option<GcpNic> {
     let network: Option<String> =
         section.optional("second-network", "network of a pod's second NIC: its name or path; another one");
     let subnetwork: Option<String> = section.optional(
@@ -281,7 +281,7 @@ fn linked(
     region: &str,
     keys: [&str; 2],
     [network, subnetwork]: [Option<String>; 2],
-) -> Nic {
+) -> GcpNic {
     let network = network.map(|text| links::network(&text, project));
     if network == Some(None) {
         section.mistake(keys[0], "not a network; write its name, or projects/PROJECT/global/networks/NAME");
@@ -293,7 +293,7 @@ fn linked(
         let why = "not a subnetwork; write its name, or projects/PROJECT/regions/REGION/subnetworks/NAME";
         section.mistake(keys[1], why);
     }
-    Nic { network: network.flatten(), subnetwork: subnetwork.flatten() }
+    GcpNic { network: network.flatten(), subnetwork: subnetwork.flatten() }
 }
 
 fn network_tags(section: &mut Reader) -> Vec<String> {

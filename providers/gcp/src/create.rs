@@ -21,12 +21,12 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::Gcp;
-use crate::body::{DataDisk, Shape};
-use crate::facts::ImageFacts;
+use crate::body::{DataDisk, GcpVmSpec};
+use crate::facts::GcpImageFacts;
 use crate::links::{self, VmId};
-use crate::provider::Connected;
+use crate::provider::GcpConnection;
 use crate::refusal::{REFUSALS, said_of_operation, status_of_operation};
-use crate::vms::{Vm, is_missing};
+use crate::vms::{GcpVm, is_missing};
 
 /// Time for which Google may not show a VM whose operation has ended.
 const UNSEEN: Duration = Duration::from_secs(10);
@@ -41,20 +41,20 @@ const OF_ALL_FAMILIES: [&str; 4] = ["CPUS_ALL_REGIONS", "'INSTANCES'", "_GB'", "
 const NO_ADDRESS: &str = "IP_SPACE_EXHAUSTED";
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct GcpLaunch<'l> {
     pub gcp: &'l Gcp,
-    pub connected: &'l Connected,
+    pub connected: &'l GcpConnection,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
-    pub image: &'l ImageFacts,
+    pub image: &'l GcpImageFacts,
     pub disks: &'l [DataDisk],
     pub until: Instant,
 }
 
 /// State of a VM that was asked for.
 enum Seen {
-    Vm(Box<Vm>),
+    Vm(Box<GcpVm>),
     /// The operation has ended without a fault, and there is no VM: it was deleted since.
     Gone,
 }
@@ -88,7 +88,7 @@ pub(crate) fn request_id(owner: &Owner, key: &IdempotencyKey, kind: &str) -> Str
     names::uuid_text(&names::version_8(&hash))
 }
 
-impl Launch<'_> {
+impl GcpLaunch<'_> {
     /// Makes the VM, or finds that of an earlier call.
     pub(crate) async fn one(&self) -> Result<Created, Error> {
         let vm = VmId { zone: self.offering.zone.clone(), name: names::unique(&self.gcp.owner, self.key) };
@@ -119,10 +119,10 @@ impl Launch<'_> {
     }
 
     /// Returns the VM that is to be made.
-    pub(crate) fn shape(&self) -> Shape<'_> {
+    pub(crate) fn shape(&self) -> GcpVmSpec<'_> {
         let catalogue = self.gcp.planner.catalogue();
         let machine = catalogue.types.iter().find(|one| one.name == self.offering.machine);
-        Shape {
+        GcpVmSpec {
             config: &self.gcp.config,
             owner: &self.gcp.owner,
             request: self.request,
@@ -182,7 +182,7 @@ impl Launch<'_> {
     }
 
     /// Refuses a VM of another owner or of another request.
-    pub(crate) fn check_marks(&self, vm: &Vm) -> Result<(), Error> {
+    pub(crate) fn check_marks(&self, vm: &GcpVm) -> Result<(), Error> {
         let what = self.what();
         if !vm.marks.are_of(&self.gcp.owner) {
             return Err(Error::key_reused(format!(
@@ -297,13 +297,13 @@ impl Launch<'_> {
     }
 
     /// Returns the answer for a VM, and records that it was made.
-    pub(crate) fn created(&self, vm: &VmId, seen: Option<&Vm>) -> Result<Created, Error> {
+    pub(crate) fn created(&self, vm: &VmId, seen: Option<&GcpVm>) -> Result<Created, Error> {
         let id = vm.id().ok_or_else(|| Error::transient(format!("{}: its name is no id", self.what())))?;
         self.gcp.recent.made(&id, self.key, &self.request.name, Instant::now());
         Ok(self.answer(id, seen))
     }
 
-    fn answer(&self, id: InstanceId, seen: Option<&Vm>) -> Created {
+    fn answer(&self, id: InstanceId, seen: Option<&GcpVm>) -> Created {
         let public = self.gcp.config.use_public_ip;
         let addresses = seen.filter(|vm| vm.state.lives()).map(|vm| vm.addresses(public));
         let identity = |disk: &DataDisk| identity(&DataDisk::device_name(&disk.disk));

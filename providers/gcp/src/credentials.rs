@@ -11,7 +11,7 @@ use peerpod_provider_rest::{Http, Token, TokenSource, Url, read};
 use serde_json::Value;
 use tokio::io::AsyncReadExt;
 
-use crate::config::{Credentials, GcpConfig};
+use crate::config::{GcpConfig, GcpCredentials};
 
 /// Scope of the tokens: Compute Engine alone.
 const SCOPE: &str = "https://www.googleapis.com/auth/compute";
@@ -34,9 +34,9 @@ pub(crate) fn source(config: &GcpConfig) -> Result<Box<dyn TokenSource>, Error> 
     let plain = config.endpoint.as_deref().is_some_and(|endpoint| endpoint.starts_with("http://"));
     let of_the_environment = || std::env::var_os("GOOGLE_APPLICATION_CREDENTIALS").map(PathBuf::from);
     let file = match &config.credentials {
-        Credentials::Json(json) => return of_json(json, plain),
-        Credentials::File(path) => Some(path.clone()),
-        Credentials::Default => of_the_environment(),
+        GcpCredentials::Json(json) => return of_json(json, plain),
+        GcpCredentials::File(path) => Some(path.clone()),
+        GcpCredentials::Default => of_the_environment(),
     };
     if let Some(path) = file {
         return Ok(Box::new(File { path, plain }));

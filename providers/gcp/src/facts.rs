@@ -12,8 +12,8 @@ use peerpod_provider_rest::read;
 use serde_json::Value;
 
 use crate::client::Compute;
-use crate::config::{GcpConfig, Nic};
-use crate::links::{self, Image};
+use crate::config::{GcpConfig, GcpNic};
+use crate::links::{self, GcpImage};
 
 /// Time for which facts are used. Types hardly ever change; a newer image of a family may have been published.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
@@ -26,8 +26,8 @@ const MAX_NICS: u32 = 8;
 
 /// Facts about the project.
 #[derive(Debug)]
-pub(crate) struct Facts {
-    pub image: ImageFacts,
+pub(crate) struct GcpFacts {
+    pub image: GcpImageFacts,
     pub catalogue: Catalogue,
     /// Networks of the VMs, for people.
     pub networks: Vec<String>,
@@ -35,7 +35,7 @@ pub(crate) struct Facts {
 
 /// An image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ImageFacts {
+pub(crate) struct GcpImageFacts {
     /// Path of the image itself, also where a family was asked for.
     pub path: String,
     pub disk_gib: u32,
@@ -45,18 +45,18 @@ pub(crate) struct ImageFacts {
     pub features: Vec<String>,
 }
 
-impl ImageFacts {
+impl GcpImageFacts {
     /// Whether the image's system has this feature.
     pub(crate) fn can(&self, feature: &str) -> bool {
         self.features.iter().any(|one| one == feature)
     }
 }
 
-impl Facts {
+impl GcpFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals: every missing right and every
     /// wrong setting.
-    pub(crate) async fn load(compute: &Compute, config: &GcpConfig) -> Result<Facts, Error> {
-        let nics: Vec<&Nic> = [&config.nic].into_iter().chain(&config.second_nic).collect();
+    pub(crate) async fn load(compute: &Compute, config: &GcpConfig) -> Result<GcpFacts, Error> {
+        let nics: Vec<&GcpNic> = [&config.nic].into_iter().chain(&config.second_nic).collect();
         let (image, types, networks) = tokio::join!(
             configured_image(compute, config),
             types(compute, config),
@@ -78,11 +78,11 @@ impl Facts {
             prices.set(&one.machine, None, one.market, one.millionths);
         }
         let catalogue = Catalogue { types, places: places.collect(), sold: Some(sold), prices };
-        Ok(Facts { image: image?, catalogue, networks: networks? })
+        Ok(GcpFacts { image: image?, catalogue, networks: networks? })
     }
 }
 
-async fn configured_image(compute: &Compute, config: &GcpConfig) -> Result<ImageFacts, Error> {
+async fn configured_image(compute: &Compute, config: &GcpConfig) -> Result<GcpImageFacts, Error> {
     let image = config.image.as_ref();
     let image = image.ok_or_else(|| Error::invalid("there is no image; set provider.gcp.image"))?;
     let facts = image_facts(compute, image, "look at the image").await?;
@@ -96,7 +96,7 @@ async fn configured_image(compute: &Compute, config: &GcpConfig) -> Result<Image
 }
 
 /// Refuses an image of another architecture than that of the pods.
-pub(crate) fn check_arch(image: &ImageFacts, arch: Arch, what: &str, remedy: &str) -> Result<(), Error> {
+pub(crate) fn check_arch(image: &GcpImageFacts, arch: Arch, what: &str, remedy: &str) -> Result<(), Error> {
     match image.arch.filter(|of_image| *of_image != arch) {
         Some(other) => Err(Error::invalid(format!(
             "{what}: {} is for {other}, the pods are for {arch}; {remedy}",
@@ -107,7 +107,11 @@ pub(crate) fn check_arch(image: &ImageFacts, arch: Arch, what: &str, remedy: &st
 }
 
 /// Looks at an image, or at the newest of a family. Fails if there is none.
-pub(crate) async fn image_facts(compute: &Compute, image: &Image, what: &str) -> Result<ImageFacts, Error> {
+pub(crate) async fn image_facts(
+    compute: &Compute,
+    image: &GcpImage,
+    what: &str,
+) -> Result<GcpImageFacts, Error> {
     let what = format!("{what} {}", image.name);
     let action = if image.is_family { "images.getFromFamily" } else { "images.get" };
     let body = compute.get(ApiCall::new(action, OWNER, &what), &image.path(), &[]).await?;
@@ -122,8 +126,8 @@ pub(crate) async fn image_facts(compute: &Compute, image: &Image, what: &str) ->
             )));
         }
     }
-    Ok(ImageFacts {
-        path: Image { project: image.project.clone(), is_family: false, name: name.to_owned() }.path(),
+    Ok(GcpImageFacts {
+        path: GcpImage { project: image.project.clone(), is_family: false, name: name.to_owned() }.path(),
         disk_gib: read::number(&body, "/diskSizeGb").and_then(|size| u32::try_from(size).ok()).unwrap_or(0),
         arch: read::text(&body, "/architecture").and_then(arch),
         features: read::list(&body, "/guestOsFeatures")
@@ -143,7 +147,7 @@ fn arch(word: &str) -> Option<Arch> {
 }
 
 /// Checks that a NIC's network exists, and that it needs no further setting. Returns it for people.
-async fn network(compute: &Compute, config: &GcpConfig, nic: &Nic) -> Result<String, Error> {
+async fn network(compute: &Compute, config: &GcpConfig, nic: &GcpNic) -> Result<String, Error> {
     if let Some(subnetwork) = &nic.subnetwork {
         let what = format!("look at the subnetwork {}", links::last(subnetwork));
         let body = compute.get(ApiCall::new("subnetworks.get", OWNER, &what), subnetwork, &[]).await?;

@@ -27,6 +27,6 @@ mod vms;
 mod volumes;
 
 pub use config::GcpConfig;
-pub use links::Image;
+pub use links::GcpImage;
 use provider::Gcp;
 pub use provider::GcpProvider;

@@ -56,7 +56,7 @@ fn of_project<'t>(text: &'t str, default: &'t str) -> Option<(&'t str, &'t str)>
 
 /// Image, or family of images of which the newest counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Image {
+pub struct GcpImage {
     /// Project of the image.
     pub project: String,
     /// Whether the name is that of a family.
@@ -65,10 +65,10 @@ pub struct Image {
     pub name: String,
 }
 
-impl Image {
+impl GcpImage {
     /// Reads a name, `family/…`, `projects/…/global/images/…`, `…/images/family/…` or a URL. A name without a project is
     /// an image of the given one.
-    pub(crate) fn parse(text: &str, project: &str) -> Option<Image> {
+    pub(crate) fn parse(text: &str, project: &str) -> Option<GcpImage> {
         let (project, rest) = of_project(text, project)?;
         let rest = rest.strip_prefix("global/").unwrap_or(rest);
         let rest = rest.strip_prefix("images/").unwrap_or(rest);
@@ -76,19 +76,19 @@ impl Image {
             Some(family) => (true, family),
             None => (false, rest),
         };
-        let image = || Image { project: project.to_owned(), is_family, name: name.to_owned() };
+        let image = || GcpImage { project: project.to_owned(), is_family, name: name.to_owned() };
         is_name(name).then(image)
     }
 
     /// Returns the path of the image, below the API's version.
     pub(crate) fn path(&self) -> String {
-        let Image { project, is_family, name } = self;
+        let GcpImage { project, is_family, name } = self;
         let family = if *is_family { "family/" } else { "" };
         format!("projects/{project}/global/images/{family}{name}")
     }
 }
 
-impl std::fmt::Display for Image {
+impl std::fmt::Display for GcpImage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.path())
     }
@@ -116,7 +116,7 @@ pub(crate) fn subnetwork(text: &str, project: &str, region: &str) -> Option<Stri
 
 /// Persistent disk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct Disk {
+pub(crate) struct PersistentDisk {
     pub project: String,
     /// Zone, or region of a disk that two zones have.
     pub place: String,
@@ -124,9 +124,9 @@ pub(crate) struct Disk {
     pub name: String,
 }
 
-impl Disk {
+impl PersistentDisk {
     /// Reads a volume handle of the CSI driver (`projects/…/zones/…/disks/…`), or the same without its project.
-    pub(crate) fn parse(text: &str, project: &str) -> Option<Disk> {
+    pub(crate) fn parse(text: &str, project: &str) -> Option<PersistentDisk> {
         let (project, rest) = of_project(text, project)?;
         let mut parts = rest.split('/');
         let (kind, place, disks, name) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -136,7 +136,7 @@ impl Disk {
             _ => return None,
         };
         let is_one = disks == "disks" && parts.next().is_none() && is_name(place) && is_name(name);
-        let disk = || Disk {
+        let disk = || PersistentDisk {
             project: project.to_owned(),
             place: place.to_owned(),
             is_regional,
@@ -147,7 +147,7 @@ impl Disk {
 
     /// Returns the path of the disk, below the API's version.
     pub(crate) fn path(&self) -> String {
-        let Disk { project, place, is_regional, name } = self;
+        let PersistentDisk { project, place, is_regional, name } = self;
         let kind = if *is_regional { "regions" } else { "zones" };
         format!("projects/{project}/{kind}/{place}/disks/{name}")
     }
@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn an_image_has_many_forms() {
         let image = |project: &str, is_family, name: &str| {
-            Some(Image { project: project.into(), is_family, name: name.into() })
+            Some(GcpImage { project: project.into(), is_family, name: name.into() })
         };
         for (text, expected) in [
             ("podvm-1", image("p-1", false, "podvm-1")),
@@ -210,11 +210,11 @@ mod tests {
             ("", None),
             ("../x", None),
         ] {
-            assert_eq!(Image::parse(text, "p-1"), expected, "{text}");
+            assert_eq!(GcpImage::parse(text, "p-1"), expected, "{text}");
         }
-        let family = Image::parse("family/podvm", "p-1").unwrap();
+        let family = GcpImage::parse("family/podvm", "p-1").unwrap();
         assert_eq!(family.path(), "projects/p-1/global/images/family/podvm");
-        assert_eq!(Image::parse(&family.path(), "x"), Some(family));
+        assert_eq!(GcpImage::parse(&family.path(), "x"), Some(family));
     }
 
     #[test]
@@ -235,17 +235,19 @@ mod tests {
     #[test]
     fn a_disk_is_zonal_or_regional() {
         let text = "projects/p-1/zones/us-central1-a/disks/pvc-1";
-        let disk = Disk::parse(text, "other").unwrap();
+        let disk = PersistentDisk::parse(text, "other").unwrap();
         assert_eq!(
             (disk.path().as_str(), disk.is_regional, disk.place.as_str()),
             (text, false, "us-central1-a")
         );
-        assert_eq!(Disk::parse("zones/us-central1-a/disks/pvc-1", "p-1"), Some(disk));
-        assert!(Disk::parse("projects/p-1/regions/us-central1/disks/pvc-1", "p-1").unwrap().is_regional);
+        assert_eq!(PersistentDisk::parse("zones/us-central1-a/disks/pvc-1", "p-1"), Some(disk));
+        assert!(
+            PersistentDisk::parse("projects/p-1/regions/us-central1/disks/pvc-1", "p-1").unwrap().is_regional
+        );
         for bad in
             ["pvc-1", "zones/a/disks", "zones/a/instances/b", "zones/a/disks/b/c", "zones/../disks/b", ""]
         {
-            assert_eq!(Disk::parse(bad, "p-1"), None, "{bad}");
+            assert_eq!(PersistentDisk::parse(bad, "p-1"), None, "{bad}");
         }
     }
 

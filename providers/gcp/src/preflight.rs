@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::Gcp;
 use crate::body::word;
-use crate::facts::Facts;
+use crate::facts::GcpFacts;
 use crate::vms;
 
 /// Quotas of a region that a VM needs.
@@ -70,7 +70,7 @@ pub(crate) async fn run(gcp: &Gcp) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(gcp: &Gcp, facts: &Facts) -> Vec<String> {
+fn said(gcp: &Gcp, facts: &GcpFacts) -> Vec<String> {
     let config = &gcp.config;
     vec![
         format!("project {} in {}", config.project, config.zones.join(", ")),

@@ -12,19 +12,19 @@ use peerpod_provider_api::{
     Provider, Volumes,
 };
 use peerpod_provider_cloud::{
-    ApiCall, Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until,
-    wait_for,
+    ApiCall, Kept, Look, Lookup, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering,
+    until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::client::{self, Compute};
 use crate::config::GcpConfig;
-use crate::create::Launch;
-use crate::facts::{self, FRESH, Facts, ImageFacts};
-use crate::links::{Image, VmId};
+use crate::create::GcpLaunch;
+use crate::facts::{self, FRESH, GcpFacts, GcpImageFacts};
+use crate::links::{GcpImage, VmId};
 use crate::remove::{self, Deleted};
-use crate::vms::{self, Vm, VmLookup};
+use crate::vms::{self, GcpVm};
 use crate::{preflight, volumes};
 
 /// Largest accepted user-data, in bytes: the guest's limit. Google takes 256 KiB.
@@ -44,7 +44,7 @@ pub(crate) struct Gcp {
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
     pub(crate) deleted: Deleted,
-    pub(crate) facts: Kept<Facts>,
+    pub(crate) facts: Kept<GcpFacts>,
     /// Pauses of the waits for Google's decision on one VM, on a batch, on an attachment.
     pub(crate) decisions: Wait,
     pub(crate) batches: Wait,
@@ -52,13 +52,13 @@ pub(crate) struct Gcp {
     /// Pauses of the waits for a state that is usually there.
     pub(crate) looks: Wait,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
+    connection: OnceLock<GcpConnection>,
 }
 
 /// The client, and the batcher that collects looks for it.
-pub(crate) struct Connected {
+pub(crate) struct GcpConnection {
     pub(crate) compute: Compute,
-    pub(crate) vms: VmLookup,
+    pub(crate) vms: Lookup<GcpVm>,
 }
 
 impl GcpProvider {
@@ -91,20 +91,20 @@ impl GcpProvider {
 
 impl Gcp {
     /// Returns the client; sets it up at first use, without a call.
-    pub(crate) fn connected(&self) -> Result<&Connected, Error> {
+    pub(crate) fn connected(&self) -> Result<&GcpConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
         let compute = Compute::connect(&self.config, self.scheduler.clone())?;
         let vms = vms::inspect(compute.clone(), self.owner.clone());
         // Another caller may have set it up meanwhile; then this one is dropped.
-        Ok(self.connection.get_or_init(|| Connected { compute, vms }))
+        Ok(self.connection.get_or_init(|| GcpConnection { compute, vms }))
     }
 
     /// Returns the facts about the project. Loads them if they are missing or old, or if `afresh` is set.
-    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<GcpFacts>, Error> {
         let load = || async {
-            let facts = Facts::load(&self.connected()?.compute, &self.config).await?;
+            let facts = GcpFacts::load(&self.connected()?.compute, &self.config).await?;
             self.planner.learn(facts.catalogue.clone());
             Ok(facts)
         };
@@ -117,8 +117,8 @@ impl Gcp {
         &self,
         id: &InstanceId,
         what: &str,
-        is_as_wanted: impl Fn(&Vm) -> bool,
-    ) -> Result<Vm, Error> {
+        is_as_wanted: impl Fn(&GcpVm) -> bool,
+    ) -> Result<GcpVm, Error> {
         let Some(vm) = VmId::parse(id.as_str()) else {
             return Err(Error::not_found(format!("{what}: this is no VM of Google Cloud")));
         };
@@ -176,10 +176,10 @@ impl Gcp {
         self.planner.place(&wanted, 1)
     }
 
-    async fn image(&self, request: &CreateRequest, facts: &Facts) -> Result<ImageFacts, Error> {
+    async fn image(&self, request: &CreateRequest, facts: &GcpFacts) -> Result<GcpImageFacts, Error> {
         let Some(text) = &request.image else { return Ok(facts.image.clone()) };
         let what = format!("create of {}: look at the pod's image", request.name);
-        let image = Image::parse(text, &self.config.project).ok_or_else(|| {
+        let image = GcpImage::parse(text, &self.config.project).ok_or_else(|| {
             Error::invalid(format!(
                 "{what}: it is not an image; write it like projects/my-project-1/global/images/podvm-1"
             ))
@@ -198,7 +198,7 @@ impl Gcp {
         let image = self.image(request, &facts).await?;
         let connected = self.connected()?;
         let (offering, image, disks) = (&offering, &image, &disks[..]);
-        Launch { gcp: self, connected, request, key, offering, image, disks, until }.one().await
+        GcpLaunch { gcp: self, connected, request, key, offering, image, disks, until }.one().await
     }
 
     async fn many(
@@ -214,7 +214,7 @@ impl Gcp {
         let image = self.image(request, &facts).await?;
         let connected = self.connected()?;
         let (offering, image, disks) = (&offering, &image, &[][..]);
-        Launch { gcp: self, connected, request, key, offering, image, disks, until }.many(count).await
+        GcpLaunch { gcp: self, connected, request, key, offering, image, disks, until }.many(count).await
     }
 }
 
@@ -246,7 +246,7 @@ impl Provider for GcpProvider {
         let gcp = &self.0;
         let public = gcp.config.use_public_ip;
         // Before Google has decided, a VM has an address, and may vanish.
-        let is_ready = |vm: &Vm| vm.state != VmState::Pending && !vm.addresses(public).is_empty();
+        let is_ready = |vm: &GcpVm| vm.state != VmState::Pending && !vm.addresses(public).is_empty();
         let seen = gcp.wait_for(id, &what, is_ready).await?;
         if seen.state.lives() {
             return Ok(seen.addresses(public));
@@ -264,7 +264,7 @@ impl Provider for GcpProvider {
         let compute = &gcp.connected()?.compute;
         let seen = vms::all_of(compute, &gcp.owner, gcp.config.region(), until()).await?;
         let now = Instant::now();
-        let owned = |vm: &Vm| vm.owned(gcp.config.use_public_ip, gcp.deleted.has(&vm.id, now));
+        let owned = |vm: &GcpVm| vm.owned(gcp.config.use_public_ip, gcp.deleted.has(&vm.id, now));
         let mut owned: Vec<Owned> = seen.iter().filter_map(owned).collect();
         owned.extend(gcp.recent.missing_from(&owned, now));
         Ok(owned)

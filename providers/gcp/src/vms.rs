@@ -23,7 +23,7 @@ const FEW: usize = 2;
 
 /// A VM as Google shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct GcpVm {
     pub id: VmId,
     pub state: VmState,
     pub machine: Option<String>,
@@ -52,17 +52,17 @@ fn state(word: &str) -> VmState {
     }
 }
 
-impl Vm {
+impl GcpVm {
     /// Reads one VM of an answer; `None`: it has no name or zone.
-    pub(crate) fn of(body: &Value) -> Option<Vm> {
+    pub(crate) fn of(body: &Value) -> Option<GcpVm> {
         let zone = links::last(read::text(body, "/zone")?);
         let id = VmId::parse(&format!("{zone}/{}", read::text(body, "/name")?))?;
         let disks = read::list(body, "/disks").iter().filter(|disk| read::flag(disk, "/boot") != Some(true));
         let disk = |disk: &Value| {
-            let source = links::Disk::parse(read::text(disk, "/source")?, "unknown")?;
+            let source = links::PersistentDisk::parse(read::text(disk, "/source")?, "unknown")?;
             Some((source.path(), read::text(disk, "/deviceName").unwrap_or_default().to_owned()))
         };
-        Some(Vm {
+        Some(GcpVm {
             state: state(read::text(body, "/status").unwrap_or_default()),
             machine: read::text(body, "/machineType").map(|link| links::last(link).to_owned()),
             private: read::address(body, "/networkInterfaces/0/networkIP").into_iter().collect(),
@@ -91,10 +91,8 @@ impl Vm {
     }
 }
 
-/// Batcher that looks up single VMs by the text of their ids. `None`: Google does not know the VM.
-pub(crate) type VmLookup = Lookup<Vm>;
-
-pub(crate) fn inspect(compute: Compute, owner: Owner) -> VmLookup {
+/// Returns the batcher that looks up single VMs by the text of their ids. `None`: Google does not know the VM.
+pub(crate) fn inspect(compute: Compute, owner: Owner) -> Lookup<GcpVm> {
     batch::lookup(Window::LIST, move |ids, until| by_ids(compute.clone(), owner.clone(), ids, until))
 }
 
@@ -105,7 +103,7 @@ async fn by_ids(
     owner: Owner,
     ids: Vec<String>,
     until: Instant,
-) -> Result<HashMap<String, Vm>, Error> {
+) -> Result<HashMap<String, GcpVm>, Error> {
     let mut zones: BTreeMap<String, Vec<VmId>> = BTreeMap::new();
     for id in ids.iter().filter_map(|id| VmId::parse(id)) {
         zones.entry(id.zone.clone()).or_default().push(id);
@@ -113,7 +111,7 @@ async fn by_ids(
     let what = what("look at", "VM", &ids);
     let (compute, owner, what) = (&compute, &owner, &what);
     let each = zones.into_iter().map(|(zone, wanted)| async move {
-        let mut found: HashMap<String, Vm> = HashMap::new();
+        let mut found: HashMap<String, GcpVm> = HashMap::new();
         if wanted.len() > FEW {
             let listed = in_zone(compute, &zone, (owner, &marks::filter(owner)), what, until).await?;
             found.extend(listed.into_iter().map(|vm| (vm.id.to_string(), vm)));
@@ -133,11 +131,11 @@ pub(crate) async fn one(
     id: &VmId,
     what: &str,
     until: Instant,
-) -> Result<Option<Vm>, Failure> {
+) -> Result<Option<GcpVm>, Failure> {
     let owner = id.to_string();
     let call = ApiCall::new("instances.get", &owner, what).until(until);
     match compute.get(call, &compute.own(&id.path()), &[]).await {
-        Ok(body) => match Vm::of(&body).filter(|vm| vm.id == *id) {
+        Ok(body) => match GcpVm::of(&body).filter(|vm| vm.id == *id) {
             Some(vm) => Ok(Some(vm)),
             None => {
                 Err(Error::transient(format!("{what}: the answer is another VM; it is tried again")).into())
@@ -160,13 +158,13 @@ pub(crate) async fn in_zone(
     (owner, filter): (&Owner, &str),
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Failure> {
+) -> Result<Vec<GcpVm>, Failure> {
     let mut found = Vec::new();
     let call = ApiCall::new("instances.list", "list", what).until(until);
     let path = compute.own(&format!("zones/{zone}/instances"));
     compute
         .pages(call, &path, &[("filter", filter)], |page| {
-            let ours = read::list(page, "/items").iter().filter_map(Vm::of);
+            let ours = read::list(page, "/items").iter().filter_map(GcpVm::of);
             found.extend(ours.filter(|vm| vm.marks.are_of(owner)));
             Ok(())
         })
@@ -182,7 +180,7 @@ pub(crate) async fn by_key(
     key: &IdempotencyKey,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Failure> {
+) -> Result<Vec<GcpVm>, Failure> {
     let mut found = in_zone(compute, zone, (owner, &marks::filter_by_key(owner, key)), what, until).await?;
     found.retain(|vm| vm.marks.key.as_ref() == Some(key));
     found.sort_by(|a, b| a.id.cmp(&b.id));
@@ -196,7 +194,7 @@ pub(crate) async fn all_of(
     owner: &Owner,
     region: Option<&str>,
     until: Instant,
-) -> Result<Vec<Vm>, Error> {
+) -> Result<Vec<GcpVm>, Error> {
     let what = "list our VMs";
     let mut found = Vec::new();
     let call = ApiCall::new("instances.aggregatedList", "list", what).until(until);
@@ -207,7 +205,7 @@ pub(crate) async fn all_of(
             whole(page, region)?;
             let zones = page.get("items").and_then(Value::as_object).into_iter().flatten();
             for (_, zone) in zones {
-                let ours = read::list(zone, "/instances").iter().filter_map(Vm::of);
+                let ours = read::list(zone, "/instances").iter().filter_map(GcpVm::of);
                 found.extend(ours.filter(|vm| vm.marks.are_of(owner)));
             }
             Ok(())
@@ -251,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_vm_is_read_as_the_api_shows_it() {
-        let vm = Vm::of(&body()).unwrap();
+        let vm = GcpVm::of(&body()).unwrap();
         assert_eq!(vm.id.to_string(), "us-central1-a/pp-1");
         assert_eq!(
             vm.disks,
@@ -273,15 +271,15 @@ mod tests {
     #[test]
     fn odd_answers_are_no_vms_and_unknown_states_are_listed() {
         for odd in [json!(null), json!({"name": "pp-1"}), json!({"name": "../x", "zone": "a/b"})] {
-            assert_eq!(Vm::of(&odd), None, "{odd}");
+            assert_eq!(GcpVm::of(&odd), None, "{odd}");
         }
         let mut one = body();
         one["status"] = json!("NEW_STATE");
         one["networkInterfaces"] = json!([{"networkIP": "0.0.0.0"}]);
-        let vm = Vm::of(&one).unwrap();
+        let vm = GcpVm::of(&one).unwrap();
         assert_eq!((vm.state, vm.addresses(false).len(), vm.addresses(true).len()), (VmState::Pending, 0, 0));
         one["status"] = json!("STOPPING");
-        assert_eq!(Vm::of(&one).unwrap().owned(false, false).unwrap().state, OwnedState::Ended);
+        assert_eq!(GcpVm::of(&one).unwrap().owned(false, false).unwrap().state, OwnedState::Ended);
     }
 
     #[test]

@@ -14,8 +14,8 @@ use serde_json::Value;
 use crate::Gcp;
 use crate::body::DataDisk;
 use crate::create::{failure_of, identity, is_done};
-use crate::links::{self, Disk, VmId};
-use crate::vms::{Vm, is_missing};
+use crate::links::{self, PersistentDisk, VmId};
+use crate::vms::{GcpVm, is_missing};
 
 /// Disk as Google shows it.
 struct Found {
@@ -25,8 +25,8 @@ struct Found {
 }
 
 /// Returns the disk that a volume handle names.
-fn parse(gcp: &Gcp, volume: &str, what: &str) -> Result<Disk, Error> {
-    Disk::parse(volume, &gcp.config.project).ok_or_else(|| {
+fn parse(gcp: &Gcp, volume: &str, what: &str) -> Result<PersistentDisk, Error> {
+    PersistentDisk::parse(volume, &gcp.config.project).ok_or_else(|| {
         Error::invalid(format!(
             "{what}: `{}` is not a persistent disk; they look like projects/my-project-1/zones/us-central1-a/disks/pvc-1",
             clip(&volume.chars().take(80).collect::<String>())
@@ -74,7 +74,7 @@ fn in_use(what: &str, volume: &str, user: &str) -> Error {
 }
 
 /// Looks at a disk; `None`: there is none.
-async fn find(gcp: &Gcp, disk: &Disk, what: &str) -> Result<Option<Found>, Error> {
+async fn find(gcp: &Gcp, disk: &PersistentDisk, what: &str) -> Result<Option<Found>, Error> {
     let action = if disk.is_regional { "regionDisks.get" } else { "disks.get" };
     let path = disk.path();
     let body = match gcp.connected()?.compute.get(ApiCall::new(action, &path, what), &path, &[]).await {
@@ -140,7 +140,7 @@ pub(crate) async fn detach(gcp: &Gcp, id: &InstanceId, volume: &str) -> Result<(
 }
 
 /// Returns the device name of a disk that the VM has.
-fn name_on<'v>(vm: &'v Vm, disk: &Disk) -> Option<&'v str> {
+fn name_on<'v>(vm: &'v GcpVm, disk: &PersistentDisk) -> Option<&'v str> {
     let path = disk.path();
     vm.disks.iter().find(|(source, _)| *source == path).map(|(_, name)| name.as_str())
 }

@@ -27,7 +27,7 @@ fn project_zones_and_image_are_the_required_settings() {
     assert_eq!(config.nic.network.as_deref(), Some("projects/project-1/global/networks/default"));
     assert!(config.nic.subnetwork.is_none() && config.second_nic.is_none());
     assert_eq!((config.root.size_gib, config.root.kind.as_str()), (10, "pd-balanced"));
-    assert!(matches!(config.credentials, Credentials::Default));
+    assert!(matches!(config.credentials, GcpCredentials::Default));
     let told = read(&[]).unwrap_err();
     for key in ["project-id", "zones", "image"] {
         assert!(told.contains(key), "{key} in {told}");
