@@ -74,7 +74,7 @@ pub struct AlibabaCloudConfig {
     /// URL of the ECS API; `None`: the region's public one.
     pub endpoint: Option<String>,
     /// Credentials.
-    pub credentials: Credentials,
+    pub credentials: AlibabaCloudCredentials,
     /// URL of the metadata service, which has the keys of the node's RAM role.
     pub metadata: String,
     /// Image of the VMs; `None` only where nothing is created.
@@ -115,7 +115,7 @@ pub struct AlibabaCloudConfig {
 
 /// Credentials for Alibaba Cloud.
 #[derive(Debug, Clone)]
-pub enum Credentials {
+pub enum AlibabaCloudCredentials {
     /// An access key.
     Key {
         /// Id of the key.
@@ -217,7 +217,7 @@ fn region(section: &mut Reader) -> String {
     region
 }
 
-fn credentials(section: &mut Reader) -> Credentials {
+fn credentials(section: &mut Reader) -> AlibabaCloudCredentials {
     let id: Option<Secret> =
         section.optional("access-key-id", "id of an access key; default: RRSA, or the node's RAM role");
     let secret: Option<Secret> = section.optional("secret-key", "secret of the access key");
@@ -230,12 +230,12 @@ fn credentials(section: &mut Reader) -> Credentials {
     let file: Option<PathBuf> =
         section.optional("oidc-token-file", "token of RRSA; default: ALIBABA_CLOUD_OIDC_TOKEN_FILE");
     match (id, secret) {
-        (Some(id), Some(secret)) => Credentials::Key { id, secret, token },
+        (Some(id), Some(secret)) => AlibabaCloudCredentials::Key { id, secret, token },
         (None, None) => {
             if token.is_some() {
                 section.mistake("security-token", "access-key-id and secret-key are missing; give all three");
             }
-            Credentials::Role { role, provider, file }
+            AlibabaCloudCredentials::Role { role, provider, file }
         }
         (id, _) => {
             let (missing, given) = match id {
@@ -243,7 +243,7 @@ fn credentials(section: &mut Reader) -> Credentials {
                 None => ("access-key-id", "secret-key"),
             };
             section.mistake(given, format!("{missing} is missing; give both or neither"));
-            Credentials::Role { role, provider, file }
+            AlibabaCloudCredentials::Role { role, provider, file }
         }
     }
 }

@@ -19,11 +19,11 @@ use tokio::time::Instant;
 use crate::Alibaba;
 use crate::client::Parameters;
 use crate::config::is_id;
-use crate::facts::ImageFacts;
-use crate::parameters::Shape;
-use crate::provider::Connected;
+use crate::facts::AlibabaCloudImageFacts;
+use crate::parameters::AlibabaCloudVmSpec;
+use crate::provider::AlibabaCloudConnection;
 use crate::refusal::{NO_ADDRESS, REFUSALS};
-use crate::vms::{self, Vm};
+use crate::vms::{self, AlibabaCloudVm};
 
 /// Time for which a type is skipped after a refusal by a quota.
 const QUOTA_STANDS: Duration = Duration::from_secs(600);
@@ -33,19 +33,19 @@ const UNSEEN: Duration = Duration::from_secs(12);
 static LOOKS: Wait = Wait::new(Duration::from_millis(500), Duration::from_millis(500));
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct AlibabaCloudLaunch<'l> {
     pub alibaba: &'l Alibaba,
-    pub connected: &'l Connected,
+    pub connected: &'l AlibabaCloudConnection,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
-    pub image: &'l ImageFacts,
+    pub image: &'l AlibabaCloudImageFacts,
     /// vSwitch of the second NIC.
     pub second: Option<&'l str>,
     pub until: Instant,
 }
 
-impl Launch<'_> {
+impl AlibabaCloudLaunch<'_> {
     /// Makes up to `count` VMs, or finds those of an earlier call.
     pub(crate) async fn go(&self, count: u32) -> Result<CreatedMany, Error> {
         let what = self.what();
@@ -72,9 +72,16 @@ impl Launch<'_> {
     }
 
     fn parameters(&self, count: u32) -> Result<Parameters, Error> {
-        let Launch { alibaba, request, key, offering, image, second, .. } = *self;
-        let shape =
-            Shape { config: &alibaba.config, owner: &alibaba.owner, request, key, offering, image, second };
+        let AlibabaCloudLaunch { alibaba, request, key, offering, image, second, .. } = *self;
+        let shape = AlibabaCloudVmSpec {
+            config: &alibaba.config,
+            owner: &alibaba.owner,
+            request,
+            key,
+            offering,
+            image,
+            second,
+        };
         shape.parameters(count)
     }
 
@@ -165,7 +172,7 @@ impl Launch<'_> {
     }
 
     /// Returns the answer for a VM. `seen`: as the cloud shows it, where it was looked up.
-    fn created(&self, id: &str, seen: Option<&Vm>) -> Result<Created, Error> {
+    fn created(&self, id: &str, seen: Option<&AlibabaCloudVm>) -> Result<Created, Error> {
         let broken = || {
             Error::transient(format!(
                 "{}: the answer names a VM without an id; it is tried again",

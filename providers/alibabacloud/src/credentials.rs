@@ -14,7 +14,7 @@ use peerpod_provider_rest::{
 };
 use serde_json::Value;
 
-use crate::config::{AlibabaCloudConfig, Credentials};
+use crate::config::{AlibabaCloudConfig, AlibabaCloudCredentials};
 use crate::sign::AccessKey;
 
 /// Time for which a key of the settings is used before it is read again.
@@ -36,10 +36,10 @@ const NODE: &str = "give the node's instance a RAM role, use RRSA, or set access
 pub(crate) fn source(config: &AlibabaCloudConfig) -> Result<Box<dyn TokenSource>, Error> {
     let of_environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let (role, provider, file) = match config.credentials.clone() {
-        Credentials::Key { id, secret, token } => {
+        AlibabaCloudCredentials::Key { id, secret, token } => {
             return Ok(Box::new(Settings(AccessKey { id: id.expose().to_owned(), secret, token })));
         }
-        Credentials::Role { role, provider, file } => (
+        AlibabaCloudCredentials::Role { role, provider, file } => (
             role.or_else(|| of_environment("ALIBABA_CLOUD_ROLE_ARN")),
             provider.or_else(|| of_environment("ALIBABA_CLOUD_OIDC_PROVIDER_ARN")),
             file.or_else(|| of_environment("ALIBABA_CLOUD_OIDC_TOKEN_FILE").map(PathBuf::from)),

@@ -13,7 +13,7 @@ use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
 use peerpod_provider_cloud::{Offering, until};
 
 use crate::Alibaba;
-use crate::vms::{self, MOST, Vm};
+use crate::vms::{self, AlibabaCloudVm, MOST};
 
 /// Time between the notice and the end of the VM ("RunInstances", `SpotDuration`).
 const NOTICE: Duration = Duration::from_secs(300);
@@ -42,7 +42,7 @@ impl Spots {
     }
 
     /// Records a VM that the cloud shows. VMs of an earlier process are watched from then on.
-    pub(crate) fn seen(&self, vm: &Vm) {
+    pub(crate) fn seen(&self, vm: &AlibabaCloudVm) {
         let mut all = self.0.lock();
         // One that ends is being deleted: its absence is no event.
         if !vm.is_spot || !vm.state.lives() || (all.len() >= MOST_VMS && !all.contains_key(&vm.id)) {
@@ -71,7 +71,12 @@ impl Spots {
 
     /// Returns the event of a look at a VM that was not reported before, and the offering that the cloud has no capacity
     /// for. `vm`: as the cloud shows it; `None`: it does not.
-    fn note(&self, id: &str, vm: Option<&Vm>, now: SystemTime) -> Option<(EventKind, Option<Offering>)> {
+    fn note(
+        &self,
+        id: &str,
+        vm: Option<&AlibabaCloudVm>,
+        now: SystemTime,
+    ) -> Option<(EventKind, Option<Offering>)> {
         let mut all = self.0.lock();
         let spot = all.get_mut(id)?;
         match vm {
@@ -131,8 +136,8 @@ mod tests {
 
     use super::*;
 
-    fn vm(is_recalled: bool) -> Vm {
-        Vm {
+    fn vm(is_recalled: bool) -> AlibabaCloudVm {
+        AlibabaCloudVm {
             id: "i-1".into(),
             state: VmState::Running,
             machine: Some("ecs.g8i.xlarge".into()),

@@ -24,8 +24,8 @@ const MOST_TYPES: usize = 10;
 
 /// Facts about the account.
 #[derive(Debug)]
-pub(crate) struct Facts {
-    pub image: ImageFacts,
+pub(crate) struct AlibabaCloudFacts {
+    pub image: AlibabaCloudImageFacts,
     pub catalogue: Catalogue,
     pub vswitches: Vec<VSwitch>,
     /// vSwitches of second NICs.
@@ -34,7 +34,7 @@ pub(crate) struct Facts {
 
 /// An image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ImageFacts {
+pub(crate) struct AlibabaCloudImageFacts {
     pub id: String,
     pub size_gib: u32,
     /// `None`: the image does not name its architecture.
@@ -53,10 +53,10 @@ pub(crate) struct VSwitch {
     pub free: u64,
 }
 
-impl Facts {
+impl AlibabaCloudFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals: every missing right and every
     /// wrong setting.
-    pub(crate) async fn load(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<Facts, Error> {
+    pub(crate) async fn load(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<AlibabaCloudFacts, Error> {
         let (image, types, sold, vswitches, second) = tokio::join!(
             configured_image(ecs, config),
             types(ecs, config),
@@ -84,11 +84,11 @@ impl Facts {
             prices.set(&one.machine, None, one.market, one.millionths);
         }
         let catalogue = Catalogue { types: types?, places: places.collect(), sold: Some(sold?), prices };
-        Ok(Facts { image: image?, catalogue, vswitches, second })
+        Ok(AlibabaCloudFacts { image: image?, catalogue, vswitches, second })
     }
 }
 
-async fn configured_image(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<ImageFacts, Error> {
+async fn configured_image(ecs: &Ecs, config: &AlibabaCloudConfig) -> Result<AlibabaCloudImageFacts, Error> {
     let image = config.image.as_ref();
     let image =
         image.ok_or_else(|| Error::invalid("there is no image; set provider.alibabacloud.image-id"))?;
@@ -102,7 +102,7 @@ pub(crate) async fn image_facts(
     id: &str,
     arch: Arch,
     (what, remedy): (&str, &str),
-) -> Result<ImageFacts, Error> {
+) -> Result<AlibabaCloudImageFacts, Error> {
     let what = format!("{what} {id}");
     let asked = Parameters::default()
         .with("ImageId", id)
@@ -120,7 +120,7 @@ pub(crate) async fn image_facts(
             clip(other)
         )));
     }
-    let facts = ImageFacts {
+    let facts = AlibabaCloudImageFacts {
         id: id.to_owned(),
         size_gib: read::number(found, "/Size").and_then(|size| u32::try_from(size).ok()).unwrap_or(0),
         arch: read::text(found, "/Architecture").and_then(architecture),

@@ -7,7 +7,7 @@ use peerpod_provider_cloud::Offering;
 
 use crate::client::Parameters;
 use crate::config::{ALPHABET, AlibabaCloudConfig};
-use crate::facts::ImageFacts;
+use crate::facts::AlibabaCloudImageFacts;
 
 /// Smallest system disk of the usual performance level, in GiB.
 const LEAST_ROOT_GIB: u32 = 20;
@@ -17,18 +17,18 @@ const BANDWIDTH: &str = "100";
 const MAX_NAME: usize = 128;
 
 /// VMs that are about to be made.
-pub(crate) struct Shape<'s> {
+pub(crate) struct AlibabaCloudVmSpec<'s> {
     pub config: &'s AlibabaCloudConfig,
     pub owner: &'s Owner,
     pub request: &'s CreateRequest,
     pub key: &'s IdempotencyKey,
     pub offering: &'s Offering,
-    pub image: &'s ImageFacts,
+    pub image: &'s AlibabaCloudImageFacts,
     /// vSwitch of the second NIC.
     pub second: Option<&'s str>,
 }
 
-impl Shape<'_> {
+impl AlibabaCloudVmSpec<'_> {
     /// Returns the parameters for this many VMs. Fewer VMs are an answer, not a failure.
     pub(crate) fn parameters(&self, count: u32) -> Result<Parameters, Error> {
         let config = self.config;
@@ -120,8 +120,8 @@ mod tests {
             subnet: Some("vsw-first".into()),
             market: request.market.unwrap_or(Market::OnDemand),
         };
-        let image = ImageFacts { id: "m-1".into(), size_gib: 40, arch: None, is_uefi: true };
-        let shape = Shape {
+        let image = AlibabaCloudImageFacts { id: "m-1".into(), size_gib: 40, arch: None, is_uefi: true };
+        let shape = AlibabaCloudVmSpec {
             config: &config,
             owner: &owner,
             request: &request,

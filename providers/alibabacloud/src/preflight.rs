@@ -6,8 +6,8 @@ use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::{ApiCall, Offering, until};
 
 use crate::Alibaba;
-use crate::facts::Facts;
-use crate::parameters::Shape;
+use crate::facts::AlibabaCloudFacts;
+use crate::parameters::AlibabaCloudVmSpec;
 use crate::refusal::DRY_RUN;
 use crate::vms;
 
@@ -57,7 +57,7 @@ pub(crate) async fn run(alibaba: &Alibaba) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(alibaba: &Alibaba, facts: &Facts) -> Vec<String> {
+fn said(alibaba: &Alibaba, facts: &AlibabaCloudFacts) -> Vec<String> {
     let config = &alibaba.config;
     let vswitches: Vec<String> =
         facts.vswitches.iter().map(|one| format!("{} ({})", one.id, one.zone)).collect();
@@ -72,7 +72,7 @@ fn said(alibaba: &Alibaba, facts: &Facts) -> Vec<String> {
 }
 
 /// Makes a dry run of a launch, which the cloud checks but does not execute. A lack of stock is a warning.
-async fn may_launch(alibaba: &Alibaba, facts: &Facts) -> Result<Vec<String>, Error> {
+async fn may_launch(alibaba: &Alibaba, facts: &AlibabaCloudFacts) -> Result<Vec<String>, Error> {
     let what = "check that VMs may be made";
     let Some(place) = facts.vswitches.first() else { return Ok(Vec::new()) };
     let offering = Offering {
@@ -83,7 +83,7 @@ async fn may_launch(alibaba: &Alibaba, facts: &Facts) -> Result<Vec<String>, Err
     };
     let request = CreateRequest { name: "preflight".to_owned(), ..CreateRequest::default() };
     let key = IdempotencyKey::derive(&alibaba.owner.cluster_id, "preflight", 0);
-    let shape = Shape {
+    let shape = AlibabaCloudVmSpec {
         config: &alibaba.config,
         owner: &alibaba.owner,
         request: &request,

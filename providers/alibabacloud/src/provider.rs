@@ -15,19 +15,19 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    ApiCall, Kept, Look, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering, until,
-    wait_for,
+    ApiCall, Kept, Look, Lookup, Planner, Policy, Recent, Scheduler, VmState, Wait, check_creates, offering,
+    until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::client::{self, Ecs, Parameters};
 use crate::config::{AlibabaCloudConfig, is_id, is_image};
-use crate::create::Launch;
+use crate::create::AlibabaCloudLaunch;
 use crate::events::{self, Spots};
-use crate::facts::{self, FRESH, Facts, ImageFacts};
+use crate::facts::{self, AlibabaCloudFacts, AlibabaCloudImageFacts, FRESH};
 use crate::remove::{self, Terminate};
-use crate::vms::{self, Vm, VmLookup};
+use crate::vms::{self, AlibabaCloudVm};
 use crate::{preflight, volumes};
 
 /// Largest accepted user-data, in bytes before base64 ("RunInstances", `UserData`).
@@ -47,16 +47,16 @@ pub(crate) struct Alibaba {
     pub(crate) planner: Planner,
     pub(crate) recent: Arc<Recent>,
     pub(crate) spots: Spots,
-    pub(crate) facts: Kept<Facts>,
+    pub(crate) facts: Kept<AlibabaCloudFacts>,
     pub(crate) looks: Wait,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
+    connection: OnceLock<AlibabaCloudConnection>,
 }
 
 /// The client, and the batchers that collect calls for it.
-pub(crate) struct Connected {
+pub(crate) struct AlibabaCloudConnection {
     pub(crate) ecs: Ecs,
-    pub(crate) vms: VmLookup,
+    pub(crate) vms: Lookup<AlibabaCloudVm>,
     pub(crate) disks: volumes::DiskLookup,
     terminate: Terminate,
 }
@@ -87,12 +87,12 @@ impl AlibabaCloudProvider {
 
 impl Alibaba {
     /// Returns the client; sets it up at first use, without a call.
-    pub(crate) fn connected(&self) -> Result<&Connected, Error> {
+    pub(crate) fn connected(&self) -> Result<&AlibabaCloudConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
         let ecs = Ecs::connect(&self.config, self.scheduler.clone())?;
-        let connected = Connected {
+        let connected = AlibabaCloudConnection {
             vms: vms::inspect(ecs.clone()),
             disks: volumes::inspect(ecs.clone()),
             terminate: remove::terminate(ecs.clone(), self.owner.clone(), Arc::clone(&self.recent)),
@@ -103,9 +103,9 @@ impl Alibaba {
     }
 
     /// Returns the facts about the account. Loads them if they are missing or old, or if `afresh` is set.
-    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<AlibabaCloudFacts>, Error> {
         let load = || async {
-            let facts = Facts::load(&self.connected()?.ecs, &self.config).await?;
+            let facts = AlibabaCloudFacts::load(&self.connected()?.ecs, &self.config).await?;
             self.planner.learn(facts.catalogue.clone());
             Ok(facts)
         };
@@ -118,8 +118,8 @@ impl Alibaba {
         &self,
         id: &InstanceId,
         what: &str,
-        is_as_wanted: impl Fn(&Vm) -> bool,
-    ) -> Result<Vm, Error> {
+        is_as_wanted: impl Fn(&AlibabaCloudVm) -> bool,
+    ) -> Result<AlibabaCloudVm, Error> {
         if !is_id(id.as_str(), "i-") {
             return Err(Error::not_found(format!("{what}: this is no VM of Alibaba Cloud")));
         }
@@ -186,7 +186,11 @@ impl Alibaba {
         self.planner.place(&wanted, 1)
     }
 
-    async fn image(&self, request: &CreateRequest, facts: &Facts) -> Result<ImageFacts, Error> {
+    async fn image(
+        &self,
+        request: &CreateRequest,
+        facts: &AlibabaCloudFacts,
+    ) -> Result<AlibabaCloudImageFacts, Error> {
         let Some(id) = &request.image else { return Ok(facts.image.clone()) };
         let what = format!("create of {}: look at the pod's image", request.name);
         if !is_image(id) {
@@ -213,7 +217,7 @@ impl Alibaba {
         if request.second_nic && second.is_none() {
             return Err(no_second(request, &offering.zone));
         }
-        let launch = Launch {
+        let launch = AlibabaCloudLaunch {
             alibaba: self,
             connected: self.connected()?,
             request,
@@ -278,7 +282,7 @@ impl Provider for AlibabaCloudProvider {
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         let what = format!("addresses of VM {id}");
         let public = self.0.config.use_public_ip;
-        let is_ready = |vm: &Vm| vm.state != VmState::Pending && !vm.addresses(public).is_empty();
+        let is_ready = |vm: &AlibabaCloudVm| vm.state != VmState::Pending && !vm.addresses(public).is_empty();
         let seen = self.0.wait_for(id, &what, is_ready).await?;
         if seen.state.lives() {
             return Ok(seen.addresses(public));

@@ -10,7 +10,7 @@ use peerpod_provider_cloud::{ApiCall, Batcher, Recent, VmState};
 use tokio::time::Instant;
 
 use crate::client::{Ecs, Parameters};
-use crate::vms::{self, Vm, WINDOW};
+use crate::vms::{self, AlibabaCloudVm, WINDOW};
 
 /// Batcher that deletes VMs. False: the cloud does not know the VM, or shows it without the tags of this owner.
 pub(crate) type Terminate = Batcher<String, bool>;
@@ -53,7 +53,11 @@ async fn by_ids(
 }
 
 /// Returns the answer for one VM.
-fn answer(id: &str, found: &HashMap<String, Vm>, refused: &HashMap<String, Error>) -> Result<bool, Error> {
+fn answer(
+    id: &str,
+    found: &HashMap<String, AlibabaCloudVm>,
+    refused: &HashMap<String, Error>,
+) -> Result<bool, Error> {
     match (found.get(id), refused.get(id)) {
         (None, _) => Ok(false),
         (Some(_), Some(error)) => Err(error.clone()),

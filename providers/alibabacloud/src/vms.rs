@@ -24,7 +24,7 @@ const MOST_BY_TAGS: usize = 1000;
 
 /// A VM as Alibaba Cloud shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct AlibabaCloudVm {
     pub id: String,
     pub state: VmState,
     pub machine: Option<String>,
@@ -51,9 +51,9 @@ fn state(word: &str) -> VmState {
     }
 }
 
-impl Vm {
+impl AlibabaCloudVm {
     /// Reads one VM of an answer; `None`: it has no id.
-    fn of(body: &Value) -> Option<Vm> {
+    fn of(body: &Value) -> Option<AlibabaCloudVm> {
         let id = read::text(body, "/InstanceId").filter(|id| is_id(id, "i-"))?;
         let address = |pointer: &str| {
             read::list(body, pointer).iter().find_map(|one| one.as_str()?.parse::<IpAddr>().ok())
@@ -66,7 +66,7 @@ impl Vm {
             .map(|(key, value)| (key.to_owned(), value.to_owned()))
             .collect();
         let locks = read::list(body, "/OperationLocks/LockReason").iter();
-        Some(Vm {
+        Some(AlibabaCloudVm {
             id: id.to_owned(),
             state: state(read::text(body, "/Status").unwrap_or_default()),
             machine: read::text(body, "/InstanceType").map(str::to_owned),
@@ -93,15 +93,17 @@ impl Vm {
     }
 }
 
-/// Batcher that looks up single VMs. `None`: the cloud does not know the VM (any more, or yet).
-pub(crate) type VmLookup = Lookup<Vm>;
-
-pub(crate) fn inspect(ecs: Ecs) -> VmLookup {
+/// Returns the batcher that looks up single VMs. `None`: the cloud does not know the VM (any more, or yet).
+pub(crate) fn inspect(ecs: Ecs) -> Lookup<AlibabaCloudVm> {
     batch::lookup(WINDOW, move |ids, until| by_ids(ecs.clone(), ids, until))
 }
 
 /// Returns those of these VMs that the cloud shows.
-pub(crate) async fn by_ids(ecs: Ecs, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
+pub(crate) async fn by_ids(
+    ecs: Ecs,
+    ids: Vec<String>,
+    until: Instant,
+) -> Result<HashMap<String, AlibabaCloudVm>, Error> {
     let what = what("look at", "VM", &ids);
     let mut found = HashMap::new();
     for part in ids.chunks(MOST) {
@@ -114,7 +116,7 @@ pub(crate) async fn by_ids(ecs: Ecs, ids: Vec<String>, until: Instant) -> Result
 }
 
 /// Returns every VM of this owner, from all pages.
-pub(crate) async fn all_of(ecs: &Ecs, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
+pub(crate) async fn all_of(ecs: &Ecs, owner: &Owner, until: Instant) -> Result<Vec<AlibabaCloudVm>, Error> {
     let what = "list our VMs";
     let tags = tags(owner);
     let mut found = pages(ecs, Parameters::default().tags(&tags), "list", what, until).await?;
@@ -163,7 +165,7 @@ pub(crate) async fn by_key(
     key: &IdempotencyKey,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Error> {
+) -> Result<Vec<AlibabaCloudVm>, Error> {
     let mut tags = tags(owner);
     tags.insert(ALPHABET.name(KEY), ALPHABET.value(key.as_str()));
     let mut found = pages(ecs, Parameters::default().tags(&tags), "list", what, until).await?;
@@ -178,14 +180,14 @@ async fn pages(
     subject: &str,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Failure> {
+) -> Result<Vec<AlibabaCloudVm>, Failure> {
     let mut seen = Vec::new();
     let call = ApiCall::new("DescribeInstances", subject, what).until(until);
     ecs.pages(call, asked.with(PAGE.0, PAGE.1), |page| {
         if page.pointer("/Instances/Instance").is_none() {
             return Err(Error::transient("the answer has no list of instances; it is tried again"));
         }
-        seen.extend(read::list(page, "/Instances/Instance").iter().filter_map(Vm::of));
+        seen.extend(read::list(page, "/Instances/Instance").iter().filter_map(AlibabaCloudVm::of));
         Ok(())
     })
     .await?;
@@ -213,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_vm_is_read_as_the_api_shows_it() {
-        let vm = Vm::of(&body()).unwrap();
+        let vm = AlibabaCloudVm::of(&body()).unwrap();
         assert_eq!(vm.addresses(false), ["10.0.0.2".parse::<IpAddr>().unwrap()]);
         assert!(vm.addresses(true).is_empty() && !vm.is_spot && !vm.is_recalled);
         assert!(vm.created.is_some(), "a time without seconds");
@@ -228,7 +230,7 @@ mod tests {
         spot["SpotStrategy"] = json!("SpotAsPriceGo");
         spot["OperationLocks"] = json!({"LockReason": [{"LockReason": "Recycling"}]});
         spot["PublicIpAddress"] = json!({"IpAddress": ["192.0.2.1"]});
-        let vm = Vm::of(&spot).unwrap();
+        let vm = AlibabaCloudVm::of(&spot).unwrap();
         assert!(vm.is_spot && vm.is_recalled);
         assert_eq!(vm.addresses(true)[0], "192.0.2.1".parse::<IpAddr>().unwrap());
     }
@@ -236,12 +238,12 @@ mod tests {
     #[test]
     fn odd_answers_are_no_vms_and_unknown_states_are_listed() {
         for odd in [json!(null), json!({"InstanceId": 7}), json!({"InstanceId": "../x"})] {
-            assert_eq!(Vm::of(&odd), None, "{odd}");
+            assert_eq!(AlibabaCloudVm::of(&odd), None, "{odd}");
         }
         let mut one = body();
         one["Status"] = json!("Thinking");
-        assert_eq!(Vm::of(&one).unwrap().owned(false).unwrap().state, OwnedState::Pending);
+        assert_eq!(AlibabaCloudVm::of(&one).unwrap().owned(false).unwrap().state, OwnedState::Pending);
         one["Status"] = json!("Stopping");
-        assert_eq!(Vm::of(&one).unwrap().owned(false).unwrap().state, OwnedState::Ended);
+        assert_eq!(AlibabaCloudVm::of(&one).unwrap().owned(false).unwrap().state, OwnedState::Ended);
     }
 }

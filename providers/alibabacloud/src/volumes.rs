@@ -26,7 +26,7 @@ const VIRTIO: usize = 20;
 
 /// A disk as Alibaba Cloud shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Disk {
+pub(crate) struct AlibabaCloudDisk {
     pub zone: String,
     /// The cloud's word for the state.
     pub state: String,
@@ -36,8 +36,8 @@ pub(crate) struct Disk {
     serial: Option<String>,
 }
 
-impl Disk {
-    fn of(body: &Value) -> Option<(String, Disk)> {
+impl AlibabaCloudDisk {
+    fn of(body: &Value) -> Option<(String, AlibabaCloudDisk)> {
         let text = |pointer| read::text(body, pointer).map(str::to_owned);
         let attachments = read::list(body, "/Attachments/Attachment").iter();
         let mut on: Vec<String> =
@@ -45,7 +45,7 @@ impl Disk {
         on.extend(text("/InstanceId"));
         on.sort();
         on.dedup();
-        let disk = Disk {
+        let disk = AlibabaCloudDisk {
             zone: text("/ZoneId").unwrap_or_default(),
             state: text("/Status").unwrap_or_default(),
             on,
@@ -72,19 +72,23 @@ impl Disk {
 }
 
 /// Batcher that looks up single disks. `None`: there is no such disk.
-pub(crate) type DiskLookup = Lookup<Disk>;
+pub(crate) type DiskLookup = Lookup<AlibabaCloudDisk>;
 
 pub(crate) fn inspect(ecs: Ecs) -> DiskLookup {
     batch::lookup(WINDOW, move |ids, until| by_ids(ecs.clone(), ids, until))
 }
 
-async fn by_ids(ecs: Ecs, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Disk>, Error> {
+async fn by_ids(
+    ecs: Ecs,
+    ids: Vec<String>,
+    until: Instant,
+) -> Result<HashMap<String, AlibabaCloudDisk>, Error> {
     let what = what("look at", "disk", &ids);
     let mut found = HashMap::new();
     let call = ApiCall::new("DescribeDisks", "disks", &what).until(until);
     let asked = Parameters::default().ids("DiskIds", &ids).with(PAGE.0, PAGE.1);
     ecs.pages(call, asked, |page| {
-        found.extend(read::list(page, "/Disks/Disk").iter().filter_map(Disk::of));
+        found.extend(read::list(page, "/Disks/Disk").iter().filter_map(AlibabaCloudDisk::of));
         Ok(())
     })
     .await?;
@@ -169,7 +173,7 @@ async fn ask(
     alibaba: &Alibaba,
     id: &InstanceId,
     volume: &str,
-    seen: &Disk,
+    seen: &AlibabaCloudDisk,
     what: &str,
 ) -> Result<bool, Error> {
     let vm = alibaba.wait_for(id, what, |vm| vm.state == VmState::Running).await?;
@@ -233,12 +237,12 @@ mod tests {
     fn the_guest_finds_the_disk_by_its_serial_number() {
         let body = json!({"DiskId": "d-2ze0123456789abcdefg", "ZoneId": "z", "Status": "In_use", "InstanceId": "i-1",
             "Attachments": {"Attachment": [{"InstanceId": "i-1"}, {"InstanceId": "i-2"}]}});
-        let (id, disk) = Disk::of(&body).unwrap();
+        let (id, disk) = AlibabaCloudDisk::of(&body).unwrap();
         assert_eq!(disk.on, ["i-1", "i-2"]);
         assert_eq!(disk.identity(&id), DiskIdentity::Serial("2ze0123456789abcdefg".into()));
         let mut shown = body;
         shown["SerialNumber"] = json!("bp18um4r4f2fve24");
-        let (id, disk) = Disk::of(&shown).unwrap();
+        let (id, disk) = AlibabaCloudDisk::of(&shown).unwrap();
         assert_eq!(disk.identity(&id), DiskIdentity::Serial("bp18um4r4f2fve24".into()));
     }
 

@@ -33,7 +33,10 @@ fn region_image_and_network_are_the_required_settings() {
     assert_eq!(config.instance_types, ["ecs.g8i.xlarge"]);
     assert!(config.confidential, "plain VMs are a decision");
     assert_eq!((config.root.size_gib, config.root.category.as_str()), (20, "cloud_essd"));
-    assert!(matches!(config.credentials, Credentials::Role { role: None, provider: None, file: None }));
+    assert!(matches!(
+        config.credentials,
+        AlibabaCloudCredentials::Role { role: None, provider: None, file: None }
+    ));
     let told = read_as(&[], true).unwrap_err();
     for key in ["region", "image-id", "vswitch-ids", "security-group-ids"] {
         assert!(told.contains(key), "{key} in {told}");
