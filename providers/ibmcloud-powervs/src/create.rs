@@ -24,7 +24,7 @@ use crate::config::is_name;
 use crate::duplicates;
 use crate::refusal::REFUSALS;
 use crate::size::VmSize;
-use crate::vms::{self, Vm};
+use crate::vms::{self, PowerVsVm};
 
 /// Action that makes a VM.
 const CREATE: &str = "pvminstances.post";
@@ -54,7 +54,7 @@ impl Unclear {
 }
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct PowerVsLaunch<'l> {
     pub power_vs: &'l PowerVs,
     pub power: &'l Power,
     pub request: &'l CreateRequest,
@@ -64,7 +64,7 @@ pub(crate) struct Launch<'l> {
     pub until: Instant,
 }
 
-impl Launch<'_> {
+impl PowerVsLaunch<'_> {
     pub(crate) async fn go(&self) -> Result<Created, Error> {
         let name = names::unique(&self.power_vs.owner, self.key);
         // Two calls of this process must not both send a POST.
@@ -79,7 +79,7 @@ impl Launch<'_> {
     }
 
     /// Returns the VM of this name that an earlier call made; `None`: there is none, and none is on its way.
-    async fn earlier(&self, name: &str) -> Result<Option<Vm>, Error> {
+    async fn earlier(&self, name: &str) -> Result<Option<PowerVsVm>, Error> {
         let may_be_on_its_way = self.power_vs.is_young() || self.power_vs.unclear.has(name);
         for is_last in [!may_be_on_its_way, true] {
             if let Some(vm) = self.chosen(name).await? {
@@ -95,7 +95,7 @@ impl Launch<'_> {
     }
 
     /// Looks for the VMs of this name. Returns the one that counts, and requests the deletion of the others.
-    async fn chosen(&self, name: &str) -> Result<Option<Vm>, Error> {
+    async fn chosen(&self, name: &str) -> Result<Option<PowerVsVm>, Error> {
         let what = self.what();
         let seen = self.power_vs.vms()?.ask(name.to_owned(), self.until, &what).await?.unwrap_or_default();
         let count = seen.len();

@@ -5,10 +5,10 @@ use peerpod_provider_api::Error;
 use peerpod_provider_cloud::{Marks, VmState, until};
 
 use crate::client::Power;
-use crate::vms::{self, Vm};
+use crate::vms::{self, PowerVsVm};
 
 /// VM with its marks, which are those of this owner.
-type Own = (Vm, Marks);
+type Own = (PowerVsVm, Marks);
 
 /// Returns the VM that counts, and the others; `None` without any.
 pub(crate) fn choose(mut vms: Vec<Own>) -> Option<(Own, Vec<Own>)> {
@@ -19,7 +19,7 @@ pub(crate) fn choose(mut vms: Vec<Own>) -> Option<(Own, Vec<Own>)> {
 }
 
 /// The oldest VM that is not being deleted; of VMs of one time that with the lowest id.
-fn rank(vm: &Vm) -> (bool, Option<std::time::SystemTime>, &str) {
+fn rank(vm: &PowerVsVm) -> (bool, Option<std::time::SystemTime>, &str) {
     (vm.state == VmState::Deleting, vm.made, &vm.id)
 }
 
@@ -45,7 +45,7 @@ mod tests {
     #[test]
     fn the_oldest_counts_also_if_a_younger_one_has_a_lower_id() {
         let vm = |id: &str, age: u64, state| {
-            let vm = Vm {
+            let vm = PowerVsVm {
                 id: id.into(),
                 name: "pp-a".into(),
                 state,

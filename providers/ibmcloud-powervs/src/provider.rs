@@ -13,17 +13,17 @@ use peerpod_provider_api::{
 };
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Look, Marks, Recent, Scheduler, VmState, Wait, check_creates, names, until, wait_for,
+    Look, Lookup, Marks, Recent, Scheduler, VmState, Wait, check_creates, names, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::client::{self, Power};
 use crate::config::{PowerVsConfig, is_name};
-use crate::create::{Launch, Unclear};
+use crate::create::{PowerVsLaunch, Unclear};
 use crate::duplicates;
 use crate::leases::{self, LeaseLookup};
-use crate::vms::{self, Tags, Vm, VmLookup};
+use crate::vms::{self, PowerVsVm, Tags};
 
 /// User-data limit before base64 ("63K" in IBM's description of the API).
 const MAX_USER_DATA: usize = 63 << 10;
@@ -49,13 +49,13 @@ pub(crate) struct PowerVs {
     pub(crate) looks: Wait,
     started: Instant,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
+    connection: OnceLock<PowerVsConnection>,
 }
 
 /// The client, and the batchers that collect looks for it.
-struct Connected {
+struct PowerVsConnection {
     power: Power,
-    vms: VmLookup,
+    vms: Lookup<Vec<PowerVsVm>>,
     leases: LeaseLookup,
 }
 
@@ -85,17 +85,20 @@ impl PowerVs {
     }
 
     /// Returns the lookup of VMs by their names and ids.
-    pub(crate) fn vms(&self) -> Result<&VmLookup, Error> {
+    pub(crate) fn vms(&self) -> Result<&Lookup<Vec<PowerVsVm>>, Error> {
         self.connected().map(|connected| &connected.vms)
     }
 
-    fn connected(&self) -> Result<&Connected, Error> {
+    fn connected(&self) -> Result<&PowerVsConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
         let power = Power::connect(&self.config, self.scheduler.clone())?;
-        let connected =
-            Connected { vms: vms::inspect(power.clone()), leases: leases::inspect(power.clone()), power };
+        let connected = PowerVsConnection {
+            vms: vms::inspect(power.clone()),
+            leases: leases::inspect(power.clone()),
+            power,
+        };
         // Another caller may have been faster; both clients are as good.
         Ok(self.connection.get_or_init(|| connected))
     }
@@ -111,7 +114,7 @@ impl PowerVs {
         id: &InstanceId,
         until: Instant,
         what: &str,
-    ) -> Result<Option<Vm>, Error> {
+    ) -> Result<Option<PowerVsVm>, Error> {
         if !is_id(id) {
             return Ok(None);
         }
@@ -130,7 +133,7 @@ impl PowerVs {
         let mut all = vms::list(power, what, until).await?;
         self.tags.keep(&all);
         all.retain(|vm| vm.name.starts_with(&names::prefix(&self.owner)));
-        let mut by_name: BTreeMap<String, Vec<(Vm, Marks)>> = BTreeMap::new();
+        let mut by_name: BTreeMap<String, Vec<(PowerVsVm, Marks)>> = BTreeMap::new();
         for (vm, marks) in self.tags.of_all(power, all, what, until).await? {
             if marks.are_of(&self.owner) {
                 by_name.entry(vm.name.clone()).or_default().push((vm, marks));
@@ -186,8 +189,15 @@ impl PowerVs {
         let image = image.ok_or_else(|| {
             Error::invalid(format!("create of {}: its image is no id; write it as image-id", request.name))
         })?;
-        let launch =
-            Launch { power_vs: self, power: self.power()?, request, key, size: &size, image, until: until() };
+        let launch = PowerVsLaunch {
+            power_vs: self,
+            power: self.power()?,
+            request,
+            key,
+            size: &size,
+            image,
+            until: until(),
+        };
         launch.go().await
     }
 

@@ -29,28 +29,28 @@ const FAULT: &str = "ERROR";
 
 /// A VM as PowerVS shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct PowerVsVm {
     pub id: String,
     pub name: String,
     pub state: VmState,
     pub made: Option<SystemTime>,
-    pub nics: Vec<Nic>,
+    pub nics: Vec<PowerVsNic>,
     /// Fault of a VM that PowerVS could not make.
     pub fault: Option<Said>,
 }
 
 /// Network interface of a VM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Nic {
+pub(crate) struct PowerVsNic {
     pub network: String,
     pub address: Option<IpAddr>,
     pub public: Option<IpAddr>,
     pub mac: Option<String>,
 }
 
-impl Vm {
+impl PowerVsVm {
     /// Reads a VM; `None`: the value is none.
-    pub(crate) fn of(value: &Value) -> Option<Vm> {
+    pub(crate) fn of(value: &Value) -> Option<PowerVsVm> {
         let text = |pointer: &str| read::text(value, pointer);
         let task = text("/taskState").unwrap_or_default().to_ascii_lowercase();
         let state = match text("/status")?.to_ascii_uppercase().as_str() {
@@ -62,12 +62,12 @@ impl Vm {
             // Also a state that PowerVS may add later. The VM exists, so it must be listed to be deleted.
             _ => VmState::Pending,
         };
-        Some(Vm {
+        Some(PowerVsVm {
             id: text("/pvmInstanceID").filter(|id| is_name(id))?.to_owned(),
             name: text("/serverName")?.to_owned(),
             state,
             made: read::time(value, "/creationDate"),
-            nics: read::list(value, "/networks").iter().map(Nic::of).collect(),
+            nics: read::list(value, "/networks").iter().map(PowerVsNic::of).collect(),
             fault: (state == VmState::Failed).then(|| {
                 let detail =
                     ["/fault/details", "/fault/message", "/health/reason"].into_iter().find_map(text);
@@ -84,10 +84,10 @@ impl Vm {
     }
 }
 
-impl Nic {
-    fn of(value: &Value) -> Nic {
+impl PowerVsNic {
+    fn of(value: &Value) -> PowerVsNic {
         let address = |pointers: [&str; 2]| pointers.iter().find_map(|one| read::address(value, one));
-        Nic {
+        PowerVsNic {
             network: read::text(value, "/networkID").unwrap_or_default().to_owned(),
             address: address(["/ipAddress", "/ip"]),
             public: address(["/externalIP", "/externalIP"]),
@@ -107,22 +107,22 @@ pub(crate) async fn one(
     id: &str,
     what: &str,
     until: Instant,
-) -> Result<Option<(Vm, Marks)>, Failure> {
+) -> Result<Option<(PowerVsVm, Marks)>, Failure> {
     let found = power.find(call("pvminstances.get", id, what, until), ["pvm-instances", id]).await?;
     let Some(found) = found else { return Ok(None) };
-    let vm = Vm::of(&found).filter(|vm| vm.id == id);
+    let vm = PowerVsVm::of(&found).filter(|vm| vm.id == id);
     let odd = || Error::transient(format!("{what}: the answer is another VM; it is tried again"));
     let vm = vm.ok_or_else(odd)?;
     Ok(Some((vm, ibm::TAGS.read(&ibm::read_tags(read::list(&found, "/userTags"))))))
 }
 
 /// Returns Peerpod's VMs of the workspace, those of other owners included.
-pub(crate) async fn list(power: &Power, what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
+pub(crate) async fn list(power: &Power, what: &str, until: Instant) -> Result<Vec<PowerVsVm>, Failure> {
     let request = power.request(Method::GET, ["pvm-instances"]);
     let answer = power.call(call("pvminstances.getall", "list", what, until), &request).await?.json();
     let all = answer.get("pvmInstances").and_then(Value::as_array);
     let all = all.ok_or_else(|| Error::transient(format!("{what}: the answer has no list")))?;
-    let ours = all.iter().filter_map(Vm::of).filter(|vm| vm.name.starts_with(names::ALL));
+    let ours = all.iter().filter_map(PowerVsVm::of).filter(|vm| vm.name.starts_with(names::ALL));
     Ok(ours.collect())
 }
 
@@ -136,16 +136,18 @@ pub(crate) async fn delete(power: &Power, id: &str, what: &str, until: Instant) 
     }
 }
 
-/// Batcher that looks up VMs, by their ids or by their names, which several may have. `None`: there is none.
-pub(crate) type VmLookup = Lookup<Vec<Vm>>;
-
-pub(crate) fn inspect(power: Power) -> VmLookup {
+/// Returns the batcher that looks up VMs, by their ids or by their names, which several may have. `None`: there is none.
+pub(crate) fn inspect(power: Power) -> Lookup<Vec<PowerVsVm>> {
     batch::lookup(Window::LIST, move |keys, until| by_keys(power.clone(), keys, until))
 }
 
-async fn by_keys(power: Power, keys: Vec<String>, until: Instant) -> Result<HashMap<String, Vec<Vm>>, Error> {
+async fn by_keys(
+    power: Power,
+    keys: Vec<String>,
+    until: Instant,
+) -> Result<HashMap<String, Vec<PowerVsVm>>, Error> {
     let what = what("look at", "VM", &keys);
-    let mut found: HashMap<String, Vec<Vm>> = HashMap::new();
+    let mut found: HashMap<String, Vec<PowerVsVm>> = HashMap::new();
     for vm in list(&power, &what, until).await? {
         found.insert(vm.id.clone(), vec![vm.clone()]);
         found.entry(vm.name.clone()).or_default().push(vm);
@@ -192,10 +194,10 @@ impl Tags {
     pub(crate) async fn of_all(
         &self,
         power: &Power,
-        vms: Vec<Vm>,
+        vms: Vec<PowerVsVm>,
         what: &str,
         until: Instant,
-    ) -> Result<Vec<(Vm, Marks)>, Error> {
+    ) -> Result<Vec<(PowerVsVm, Marks)>, Error> {
         let looks = vms.into_iter().map(|vm| async move {
             let marks = self.of(power, &vm.id, what, until).await?;
             Ok::<_, Error>(marks.map(|marks| (vm, marks)))
@@ -205,7 +207,7 @@ impl Tags {
     }
 
     /// Drops the tags of VMs that do not exist any more.
-    pub(crate) fn keep(&self, vms: &[Vm]) {
+    pub(crate) fn keep(&self, vms: &[PowerVsVm]) {
         self.0.lock().retain(|id, _| vms.iter().any(|vm| vm.id == *id));
     }
 }
@@ -216,14 +218,14 @@ mod tests {
 
     use super::*;
 
-    fn vm(more: &Value) -> Option<Vm> {
+    fn vm(more: &Value) -> Option<PowerVsVm> {
         let mut value = json!({"pvmInstanceID": "a-1", "serverName": "pp-a", "status": "ACTIVE",
             "creationDate": "2026-11-06T00:00:00.000Z",
             "networks": [{"networkID": "n", "ipAddress": "192.168.0.4", "externalIP": "203.0.113.4", "macAddress": "FA:16"}]});
         for (name, one) in more.as_object().unwrap() {
             value[name] = one.clone();
         }
-        Vm::of(&value)
+        PowerVsVm::of(&value)
     }
 
     #[test]
@@ -260,6 +262,6 @@ mod tests {
             (vec!["192.168.0.4".into()], vec!["203.0.113.4".into(), "192.168.0.4".into()])
         );
         assert_eq!(nic.mac.as_deref(), Some("fa:16"));
-        assert!(Nic::default().addresses(true).is_empty());
+        assert!(PowerVsNic::default().addresses(true).is_empty());
     }
 }
