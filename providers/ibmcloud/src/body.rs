@@ -8,7 +8,7 @@ use peerpod_provider_rest::ibm;
 use serde_json::{Value, json};
 
 use crate::config::IbmCloudConfig;
-use crate::ids::{self, Place};
+use crate::ids::{self, IbmCloudPlace};
 
 /// Profile of the boot volume. Every zone has it.
 const VOLUME_PROFILE: &str = "general-purpose";
@@ -21,7 +21,7 @@ pub(crate) struct Body<'b> {
     pub request: &'b CreateRequest,
     pub key: &'b IdempotencyKey,
     pub offering: &'b Offering,
-    pub place: &'b Place,
+    pub place: &'b IbmCloudPlace,
     /// Subnet of the second NIC in the zone.
     pub second_subnet: Option<&'b str>,
     pub image: &'b str,
@@ -107,7 +107,7 @@ mod tests {
             request,
             key: &IdempotencyKey::derive("c", "s", 0),
             offering: &offering,
-            place: &Place::parse(place).unwrap(),
+            place: &IbmCloudPlace::parse(place).unwrap(),
             second_subnet: Some("0717-second"),
             image: "r006-image",
             tags: &BTreeMap::from([("team".to_owned(), "blue".to_owned())]),

@@ -12,7 +12,7 @@ use peerpod_provider_rest::{
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::config::{Credentials, IbmCloudConfig};
+use crate::config::{IbmCloudConfig, IbmCloudCredentials};
 use crate::refusal::DIALECT;
 
 /// Version of the API; answers have the form of this day.
@@ -128,11 +128,11 @@ pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, unti
 fn source(config: &IbmCloudConfig) -> Result<Box<dyn TokenSource>, Error> {
     let url = ibm::token_url(&config.iam)?;
     match &config.credentials {
-        Credentials::ApiKey(key) => Ok(Box::new(ApiKey { url, key: key.clone(), remedy: LOGIN })),
-        Credentials::Profile { id, file } => {
+        IbmCloudCredentials::ApiKey(key) => Ok(Box::new(ApiKey { url, key: key.clone(), remedy: LOGIN })),
+        IbmCloudCredentials::Profile { id, file } => {
             Ok(Box::new(ComputeResource { url, file: file.clone(), profile: id.clone(), remedy: LOGIN }))
         }
-        Credentials::Missing => Err(Error::Auth {
+        IbmCloudCredentials::Missing => Err(Error::Auth {
             text:
                 "find IBM Cloud credentials: there are none; set provider.ibmcloud.api-key or iam-profile-id"
                     .to_owned(),
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn the_token_goes_to_the_region_and_to_tagging_alone() {
         let config = IbmCloudConfig {
-            credentials: Credentials::Profile { id: "p".to_owned(), file: "/token".into() },
+            credentials: IbmCloudCredentials::Profile { id: "p".to_owned(), file: "/token".into() },
             endpoint: Some("https://us-south.iaas.cloud.ibm.com/v1".to_owned()),
             ..read(&[]).unwrap()
         };

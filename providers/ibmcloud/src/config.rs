@@ -41,7 +41,7 @@ pub struct IbmCloudConfig {
     /// URL of the service that gives tags to resources.
     pub tagging: String,
     /// Credentials for IBM Cloud.
-    pub credentials: Credentials,
+    pub credentials: IbmCloudCredentials,
     /// Zones of the VMs, all in one region; never empty.
     pub zones: Vec<String>,
     /// VPC of the VMs.
@@ -86,7 +86,7 @@ pub struct IbmCloudConfig {
 
 /// Credentials for IBM Cloud.
 #[derive(Debug, Clone)]
-pub enum Credentials {
+pub enum IbmCloudCredentials {
     /// API key of a user or of a service id.
     ApiKey(Secret),
     /// Trusted profile that accepts a token which the cluster projects.
@@ -186,7 +186,7 @@ pub(crate) fn region_of(zone: &str) -> Option<&str> {
     (is_number && is_region).then_some(region)
 }
 
-fn credentials(section: &mut Reader) -> Credentials {
+fn credentials(section: &mut Reader) -> IbmCloudCredentials {
     let key: Option<Secret> = section
         .optional("api-key", "API key of a service id; default: the trusted profile of iam-profile-id");
     let profile: Option<String> = section.optional(
@@ -201,11 +201,11 @@ fn credentials(section: &mut Reader) -> Credentials {
     match (key, profile) {
         (Some(_), Some(_)) => {
             section.mistake("iam-profile-id", "there is an api-key, too; give one of them");
-            Credentials::Missing
+            IbmCloudCredentials::Missing
         }
-        (Some(key), None) => Credentials::ApiKey(key),
-        (None, Some(id)) => Credentials::Profile { id, file },
-        (None, None) => Credentials::Missing,
+        (Some(key), None) => IbmCloudCredentials::ApiKey(key),
+        (None, Some(id)) => IbmCloudCredentials::Profile { id, file },
+        (None, None) => IbmCloudCredentials::Missing,
     }
 }
 
@@ -309,7 +309,7 @@ pub(crate) mod tests {
         let config = read(&[]).unwrap();
         assert_eq!((config.instance_types.join(","), config.region()), ("bx3dc-2x10".to_owned(), "us-south"));
         assert_eq!(config.confidential, Some(Confidential::Tdx), "plain VMs are a decision");
-        assert!(matches!(config.credentials, Credentials::Missing) && !config.is_dedicated());
+        assert!(matches!(config.credentials, IbmCloudCredentials::Missing) && !config.is_dedicated());
         let told = read_with(Vec::new(), BTreeMap::new()).unwrap_err();
         for key in ["zones", "vpc-id", "subnet-ids", "image-ids"] {
             assert!(told.contains(key), "{key} in {told}");
@@ -376,9 +376,10 @@ pub(crate) mod tests {
         assert!(told.contains("give one of them") && !told.contains("hush"), "{told}");
         let config = read_with(flags(&[]), env.into()).unwrap();
         assert!(
-            matches!(config.credentials, Credentials::ApiKey(_)) && !format!("{config:?}").contains("hush")
+            matches!(config.credentials, IbmCloudCredentials::ApiKey(_))
+                && !format!("{config:?}").contains("hush")
         );
         let config = read_with(flags(&["Profile-1"]), BTreeMap::new()).unwrap();
-        assert!(matches!(config.credentials, Credentials::Profile { id, .. } if id == "Profile-1"));
+        assert!(matches!(config.credentials, IbmCloudCredentials::Profile { id, .. } if id == "Profile-1"));
     }
 }

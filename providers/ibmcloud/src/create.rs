@@ -20,9 +20,9 @@ use tokio::time::Instant;
 use crate::IbmCloud;
 use crate::body::Body;
 use crate::client::{Vpc, call};
-use crate::ids::{self, Place};
+use crate::ids::{self, IbmCloudPlace};
 use crate::refusal::{REFUSALS, is_of_the_subnet, standing};
-use crate::vms::{self, Vm};
+use crate::vms::{self, IbmCloudVm};
 use crate::volumes::identity;
 use crate::{remove, tags};
 
@@ -30,13 +30,13 @@ use crate::{remove, tags};
 const CREATE: &str = "create_instance";
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct IbmCloudLaunch<'l> {
     pub ibm: &'l Arc<IbmCloud>,
     pub vpc: &'l Vpc,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
-    pub place: &'l Place,
+    pub place: &'l IbmCloudPlace,
     /// Subnets of second NICs, by zone.
     pub second_subnets: &'l HashMap<String, String>,
     pub image: &'l str,
@@ -46,11 +46,11 @@ pub(crate) struct Launch<'l> {
 /// Fate of a VM that IBM did not refuse.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Fate {
-    Placed(Box<Vm>),
+    Placed(Box<IbmCloudVm>),
     Going,
 }
 
-impl Launch<'_> {
+impl IbmCloudLaunch<'_> {
     /// Makes the VM, or finds that of an earlier call.
     pub(crate) async fn go(&self) -> Result<Created, Error> {
         let name = ids::name(&self.ibm.owner, self.key);

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::client::{Vpc, call};
 use crate::config::IbmCloudConfig;
-use crate::ids::Place;
+use crate::ids::IbmCloudPlace;
 
 /// Time for which facts are used. Profiles and subnets hardly ever change.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
@@ -25,7 +25,7 @@ const MAX_DISKS: u32 = 12;
 
 /// Facts about the region.
 #[derive(Debug)]
-pub(crate) struct Facts {
+pub(crate) struct IbmCloudFacts {
     pub catalogue: Catalogue,
     /// Images by architecture; the first of several counts.
     pub images: Vec<(Arch, String)>,
@@ -47,9 +47,9 @@ struct Profile {
 /// Something in a zone: a subnet, or a host or group.
 type InZone = (String, String);
 
-impl Facts {
+impl IbmCloudFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals.
-    pub(crate) async fn load(vpc: &Vpc, config: &IbmCloudConfig) -> Result<Facts, Error> {
+    pub(crate) async fn load(vpc: &Vpc, config: &IbmCloudConfig) -> Result<IbmCloudFacts, Error> {
         let (profiles, subnets, second, hosts, groups, images) = tokio::join!(
             profiles(vpc, config),
             subnets(vpc, config, &config.subnets, "subnet-ids"),
@@ -71,7 +71,7 @@ impl Facts {
             return Err(together(errors));
         }
         let places = places(config, &subnets?, &hosts?, &groups?)?;
-        Facts::of(
+        IbmCloudFacts::of(
             profiles?,
             places,
             images?,
@@ -86,7 +86,7 @@ impl Facts {
         images: Vec<(Arch, String)>,
         second_subnets: HashMap<String, String>,
         config: &IbmCloudConfig,
-    ) -> Result<Facts, Error> {
+    ) -> Result<IbmCloudFacts, Error> {
         let what = "look at the profiles";
         let is_known = |name: &&String| profiles.iter().any(|one| one.machine.name == **name);
         let unknown: Vec<_> = config.instance_types.iter().filter(|name| !is_known(name)).cloned().collect();
@@ -115,7 +115,7 @@ impl Facts {
             let zones = if one.zones.is_empty() { everywhere() } else { one.zones.clone() };
             (one.machine.name.clone(), zones)
         };
-        Ok(Facts {
+        Ok(IbmCloudFacts {
             images,
             second_subnets,
             no_spot: profiles.iter().filter(|one| !one.is_spot).map(|one| one.machine.name.clone()).collect(),
@@ -161,7 +161,7 @@ fn places(
     let mut places = Vec::new();
     for (subnet, zone) in subnets {
         let mut add = |target| {
-            places.push(Location { zone: zone.clone(), subnet: Some(Place::text(subnet, target)) });
+            places.push(Location { zone: zone.clone(), subnet: Some(IbmCloudPlace::text(subnet, target)) });
         };
         let targets = hosts.iter().map(|host| (host, false)).chain(groups.iter().map(|group| (group, true)));
         targets
@@ -342,11 +342,17 @@ mod tests {
             "zones": [{"name": "us-south-1"}]})
     }
 
-    fn facts(settings: &[(&str, &str)], names: &[&str]) -> Result<Facts, Error> {
+    fn facts(settings: &[(&str, &str)], names: &[&str]) -> Result<IbmCloudFacts, Error> {
         let config = config(settings).unwrap();
         let profiles = names.iter().filter_map(|name| profile(&item(name), &config)).collect();
         let place = Location { zone: "us-south-1".to_owned(), subnet: Some("0717-a".to_owned()) };
-        Facts::of(profiles, vec![place], vec![(Arch::X86_64, "r006-i".to_owned())], HashMap::new(), &config)
+        IbmCloudFacts::of(
+            profiles,
+            vec![place],
+            vec![(Arch::X86_64, "r006-i".to_owned())],
+            HashMap::new(),
+            &config,
+        )
     }
 
     #[test]

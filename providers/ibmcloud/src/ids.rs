@@ -69,14 +69,14 @@ fn mark_in(prefix: &str, name: &str) -> Option<String> {
 
 /// Place of a VM in a zone: a subnet, and a dedicated host or a group of them where the settings name such.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct IbmCloudPlace {
     /// Id of the subnet.
     pub subnet: String,
     /// Id of the dedicated host or group; `None`: any host of IBM's.
     pub target: Option<String>,
 }
 
-impl Place {
+impl IbmCloudPlace {
     /// Returns the place as the planner keeps it. The planner takes places in the order of their texts, so a host comes
     /// before a group.
     pub(crate) fn text(subnet: &str, target: Option<(&str, bool)>) -> String {
@@ -88,13 +88,13 @@ impl Place {
     }
 
     /// Reads the text of a place.
-    pub(crate) fn parse(text: &str) -> Option<Place> {
+    pub(crate) fn parse(text: &str) -> Option<IbmCloudPlace> {
         let (subnet, target) = match text.split_once('@') {
             None => (text, None),
             Some((subnet, target)) => (subnet, Some(target.split_once('/')?.1)),
         };
         let is_place = is_id(subnet) && target.is_none_or(is_id);
-        is_place.then(|| Place { subnet: subnet.to_owned(), target: target.map(str::to_owned) })
+        is_place.then(|| IbmCloudPlace { subnet: subnet.to_owned(), target: target.map(str::to_owned) })
     }
 }
 
@@ -142,14 +142,15 @@ mod tests {
     #[test]
     fn a_place_is_read_back_and_a_host_comes_before_a_group() {
         let places = [("02b7-a", None), ("02b7-a", Some(("h-1", false))), ("02b7-a", Some(("g-1", true)))];
-        let texts: Vec<String> = places.iter().map(|(subnet, target)| Place::text(subnet, *target)).collect();
+        let texts: Vec<String> =
+            places.iter().map(|(subnet, target)| IbmCloudPlace::text(subnet, *target)).collect();
         assert!(texts.is_sorted(), "{texts:?}");
         for ((subnet, target), text) in places.iter().zip(&texts) {
-            let place = Place::parse(text).unwrap();
+            let place = IbmCloudPlace::parse(text).unwrap();
             assert_eq!((place.subnet.as_str(), place.target.as_deref()), (*subnet, target.map(|(id, _)| id)));
         }
         for bad in ["", "a b", "a@", "a@host", "a@host/", "a@host/b/c", "A"] {
-            assert_eq!(Place::parse(bad), None, "{bad}");
+            assert_eq!(IbmCloudPlace::parse(bad), None, "{bad}");
         }
     }
 }

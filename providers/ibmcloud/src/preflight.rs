@@ -10,7 +10,7 @@ use peerpod_provider_cloud::until;
 
 use crate::IbmCloud;
 use crate::client::{Vpc, call};
-use crate::facts::Facts;
+use crate::facts::IbmCloudFacts;
 use crate::{remove, vms};
 
 /// Owner of these calls, for the scheduler.
@@ -48,7 +48,7 @@ pub(crate) async fn run(ibm: &IbmCloud) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(ibm: &IbmCloud, facts: &Facts) -> Vec<String> {
+fn said(ibm: &IbmCloud, facts: &IbmCloudFacts) -> Vec<String> {
     let config = &ibm.config;
     let images: Vec<String> = facts.images.iter().map(|(arch, id)| format!("{id} for {arch}")).collect();
     vec![
@@ -63,7 +63,7 @@ fn said(ibm: &IbmCloud, facts: &Facts) -> Vec<String> {
 }
 
 /// Returns a warning if no type can be confidential.
-fn confidential(ibm: &IbmCloud, facts: &Facts) -> Option<String> {
+fn confidential(ibm: &IbmCloud, facts: &IbmCloudFacts) -> Option<String> {
     let wanted = ibm.config.confidential?;
     let fits = facts.catalogue.types.iter().any(|one| one.confidential.contains(&wanted));
     (!fits).then(|| {

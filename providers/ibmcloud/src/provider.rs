@@ -14,18 +14,18 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates,
-    offering, until, wait_for,
+    Kept, Look, Lookup, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window,
+    check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::client::{self, Vpc};
 use crate::config::IbmCloudConfig;
-use crate::create::Launch;
-use crate::facts::{self, FRESH, Facts};
-use crate::ids::{self, Place};
-use crate::vms::{self, Vm};
+use crate::create::IbmCloudLaunch;
+use crate::facts::{self, FRESH, IbmCloudFacts};
+use crate::ids::{self, IbmCloudPlace};
+use crate::vms::{self, IbmCloudVm};
 use crate::{remove, volumes};
 
 /// User-data limit ("User data", 64 KB), in bytes.
@@ -51,17 +51,17 @@ pub(crate) struct IbmCloud {
     pub(crate) decisions: Wait,
     pub(crate) looks: Wait,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
-    facts: Kept<Facts>,
+    connection: OnceLock<IbmCloudConnection>,
+    facts: Kept<IbmCloudFacts>,
     /// Facts about images that pods name.
     images: Mutex<Vec<(Arch, String)>>,
 }
 
 /// The client, and the batchers that collect looks for it.
-struct Connected {
+struct IbmCloudConnection {
     vpc: Vpc,
-    inspect: vms::VmLookup,
-    look_in_a_burst: vms::VmLookup,
+    inspect: Lookup<IbmCloudVm>,
+    look_in_a_burst: Lookup<IbmCloudVm>,
 }
 
 impl IbmCloudProvider {
@@ -97,13 +97,13 @@ impl IbmCloud {
         self.connected().map(|connected| &connected.vpc)
     }
 
-    fn connected(&self) -> Result<&Connected, Error> {
+    fn connected(&self) -> Result<&IbmCloudConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
         let vpc = Vpc::connect(&self.config, self.scheduler.clone())?;
         let inspect = |window| vms::inspect(vpc.clone(), self.config.vpc.clone(), window);
-        let connected = Connected {
+        let connected = IbmCloudConnection {
             inspect: inspect(Window::LIST),
             look_in_a_burst: inspect(vms::IN_A_BURST),
             vpc: vpc.clone(),
@@ -118,7 +118,7 @@ impl IbmCloud {
         id: &InstanceId,
         until: Instant,
         what: &str,
-    ) -> Result<Option<Vm>, Error> {
+    ) -> Result<Option<IbmCloudVm>, Error> {
         if !ids::is_id(id.as_str()) {
             return Ok(None);
         }
@@ -127,11 +127,11 @@ impl IbmCloud {
 
     async fn look_by(
         &self,
-        batcher: &vms::VmLookup,
+        batcher: &Lookup<IbmCloudVm>,
         id: &InstanceId,
         until: Instant,
         what: &str,
-    ) -> Result<Option<Vm>, Error> {
+    ) -> Result<Option<IbmCloudVm>, Error> {
         let seen = batcher.ask(id.as_str().to_owned(), until, what).await?;
         if seen.is_some() {
             self.recent.seen(id);
@@ -140,10 +140,10 @@ impl IbmCloud {
     }
 
     /// Returns the facts; loads them if they are missing, old or not wanted from before.
-    pub(crate) async fn facts(&self, anew: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, anew: bool) -> Result<Arc<IbmCloudFacts>, Error> {
         let vpc = self.vpc()?;
         let load = || async {
-            let facts = Facts::load(vpc, &self.config).await?;
+            let facts = IbmCloudFacts::load(vpc, &self.config).await?;
             self.planner.learn(facts.catalogue.clone());
             for (market, machine, zone) in facts.no_spot_places() {
                 let why = "IBM does not sell this type on the spot market";
@@ -159,7 +159,7 @@ impl IbmCloud {
         &self,
         request: &CreateRequest,
         offering: &Offering,
-        facts: &Facts,
+        facts: &IbmCloudFacts,
     ) -> Result<String, Error> {
         let what = format!("create of {}", request.name);
         let machine = &offering.machine;
@@ -248,11 +248,11 @@ impl IbmCloud {
         let until = until();
         let facts = self.facts(false).await?;
         let offering = &offering(request, self.place(request)).await?;
-        let place = offering.subnet.as_deref().and_then(Place::parse).ok_or_else(|| {
+        let place = offering.subnet.as_deref().and_then(IbmCloudPlace::parse).ok_or_else(|| {
             Error::invalid(format!("create of {}: its placement names no subnet or host", request.name))
         })?;
         let image = self.image(request, offering, &facts).await?;
-        let launch = Launch {
+        let launch = IbmCloudLaunch {
             ibm: self,
             vpc: self.vpc()?,
             request,

@@ -23,7 +23,7 @@ const NOT_STARTED: &str = "cannot_start";
 
 /// A VM as IBM shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct IbmCloudVm {
     pub id: String,
     pub name: String,
     pub state: VmState,
@@ -32,14 +32,14 @@ pub(crate) struct Vm {
     pub digest: Option<String>,
     pub addresses: Vec<IpAddr>,
     pub made: Option<SystemTime>,
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DataVolume>,
     /// Code and message of IBM for a VM that it did not start, or stopped.
     pub reason: Option<Said>,
 }
 
 /// Data volume of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Disk {
+pub(crate) struct DataVolume {
     /// Id of the attachment.
     pub attachment: String,
     /// Id of the volume.
@@ -48,15 +48,15 @@ pub(crate) struct Disk {
     pub device: Option<String>,
 }
 
-impl Vm {
+impl IbmCloudVm {
     /// Reads an instance; `None`: the value is none.
-    pub(crate) fn of(value: &Value) -> Option<Vm> {
+    pub(crate) fn of(value: &Value) -> Option<IbmCloudVm> {
         let text = |pointer: &str| read::text(value, pointer);
         let status = text("/status")?;
         let boot = text("/boot_volume_attachment/id");
         let disk = |one: &Value| {
             let attachment = read::text(one, "/id").filter(|id| Some(*id) != boot)?;
-            Some(Disk {
+            Some(DataVolume {
                 attachment: attachment.to_owned(),
                 volume: read::text(one, "/volume/id")?.to_owned(),
                 device: read::text(one, "/device/id").map(str::to_owned),
@@ -64,7 +64,7 @@ impl Vm {
         };
         let reason = reason(value, "/status_reasons").or_else(|| reason(value, "/lifecycle_reasons"));
         let nics = ["/primary_network_attachment", "/primary_network_interface"];
-        Some(Vm {
+        Some(IbmCloudVm {
             id: text("/id").filter(|id| ids::is_id(id))?.to_owned(),
             name: text("/name")?.to_owned(),
             state: state(status, text("/lifecycle_state").unwrap_or_default(), reason.as_ref()),
@@ -116,29 +116,38 @@ fn state(status: &str, lifecycle: &str, reason: Option<&Said>) -> VmState {
 }
 
 /// Looks at one VM, of any owner; `None`: it does not exist.
-pub(crate) async fn one(vpc: &Vpc, id: &str, what: &str, until: Instant) -> Result<Option<Vm>, Failure> {
+pub(crate) async fn one(
+    vpc: &Vpc,
+    id: &str,
+    what: &str,
+    until: Instant,
+) -> Result<Option<IbmCloudVm>, Failure> {
     let found = vpc.find(call("get_instance", id, what, until), &vpc.get(["instances", id])).await?;
     let Some(found) = found else { return Ok(None) };
     let odd = || Error::transient(format!("{what}: the answer is another instance; it is tried again"));
-    let vm = Vm::of(&found).filter(|vm| vm.id == id);
+    let vm = IbmCloudVm::of(&found).filter(|vm| vm.id == id);
     vm.map(Some).ok_or_else(|| odd().into())
 }
 
 /// Looks for the VM of this name; `None`: it does not exist.
-pub(crate) async fn named(vpc: &Vpc, name: &str, what: &str, until: Instant) -> Result<Option<Vm>, Failure> {
+pub(crate) async fn named(
+    vpc: &Vpc,
+    name: &str,
+    what: &str,
+    until: Instant,
+) -> Result<Option<IbmCloudVm>, Failure> {
     let request = vpc.get(["instances"]).query("name", name);
-    let found = vpc.list(call("list_instances", name, what, until), "instances", request, Vm::of).await?;
+    let found =
+        vpc.list(call("list_instances", name, what, until), "instances", request, IbmCloudVm::of).await?;
     Ok(found.into_iter().find(|vm| vm.name == name))
 }
-
-/// Batcher that looks up single VMs, by their ids. `None`: IBM does not know the VM (any more, or yet).
-pub(crate) type VmLookup = Lookup<Vm>;
 
 /// Window for a burst: it collects the VMs of many pods and closes before a guest has booted.
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
-pub(crate) fn inspect(vpc: Vpc, network: String, window: Window) -> VmLookup {
+/// Returns the batcher that looks up single VMs, by their ids. `None`: IBM does not know the VM (any more, or yet).
+pub(crate) fn inspect(vpc: Vpc, network: String, window: Window) -> Lookup<IbmCloudVm> {
     batch::lookup(window, move |ids, until| by_ids(vpc.clone(), network.clone(), ids, until))
 }
 
@@ -147,9 +156,9 @@ async fn by_ids(
     network: String,
     ids: Vec<String>,
     until: Instant,
-) -> Result<HashMap<String, Vm>, Error> {
+) -> Result<HashMap<String, IbmCloudVm>, Error> {
     let what = what("look at", "VM", &ids);
-    let mut found: HashMap<String, Vm> = HashMap::new();
+    let mut found: HashMap<String, IbmCloudVm> = HashMap::new();
     if ids.len() > FEW {
         let listed = list(&vpc, &network, &what, until).await?;
         found.extend(listed.into_iter().map(|vm| (vm.id.clone(), vm)));
@@ -164,9 +173,9 @@ async fn by_ids(
 }
 
 /// Returns the VMs of the VPC, those of other owners included.
-async fn list(vpc: &Vpc, network: &str, what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
+async fn list(vpc: &Vpc, network: &str, what: &str, until: Instant) -> Result<Vec<IbmCloudVm>, Failure> {
     let request = vpc.get(["instances"]).query("vpc.id", network);
-    vpc.list(call("list_instances", "list", what, until), "instances", request, Vm::of).await
+    vpc.list(call("list_instances", "list", what, until), "instances", request, IbmCloudVm::of).await
 }
 
 /// Boot volume with our tags.
@@ -232,7 +241,7 @@ mod tests {
 
     use super::*;
 
-    fn vm(more: &Value) -> Option<Vm> {
+    fn vm(more: &Value) -> Option<IbmCloudVm> {
         let mut value = json!({"id": "0717_a", "name": "pp-a", "status": "running", "lifecycle_state": "stable",
             "created_at": "2026-11-06T00:00:00Z",
             "boot_volume_attachment": {"id": "0717-boot", "name": "boot"},
@@ -242,7 +251,7 @@ mod tests {
         for (name, one) in more.as_object().unwrap() {
             value[name] = one.clone();
         }
-        Vm::of(&value)
+        IbmCloudVm::of(&value)
     }
 
     #[test]
@@ -273,8 +282,11 @@ mod tests {
     #[test]
     fn an_instance_has_its_data_volumes_and_an_address_that_is_set() {
         let found = vm(&json!({})).unwrap();
-        let disk =
-            Disk { attachment: "0717-d".into(), volume: "r006-d".into(), device: Some("0717-d-x".into()) };
+        let disk = DataVolume {
+            attachment: "0717-d".into(),
+            volume: "r006-d".into(),
+            device: Some("0717-d-x".into()),
+        };
         assert_eq!((found.disks, found.addresses.len(), found.key), (vec![disk], 1, None));
         let unset =
             json!({"primary_network_attachment": {"name": "n", "primary_ip": {"address": "0.0.0.0"}}});

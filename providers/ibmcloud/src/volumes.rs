@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::IbmCloud;
 use crate::client::call;
 use crate::ids;
-use crate::vms::{self, Disk, Vm};
+use crate::vms::{self, DataVolume, IbmCloudVm};
 
 /// Characters of a virtio serial number.
 const SERIAL: usize = 20;
@@ -125,16 +125,16 @@ pub(crate) async fn detach(ibm: &IbmCloud, id: &InstanceId, volume: &str) -> Res
 }
 
 /// Returns the VM if it is this owner's and can have disks. The read is fresh: a list may be late.
-async fn ours(ibm: &IbmCloud, id: &InstanceId, what: &str) -> Result<Option<Vm>, Error> {
+async fn ours(ibm: &IbmCloud, id: &InstanceId, what: &str) -> Result<Option<IbmCloudVm>, Error> {
     if !ids::is_id(id.as_str()) {
         return Ok(None);
     }
     let vm = vms::one(ibm.vpc()?, id.as_str(), what, until()).await?;
-    let has_ended = |vm: &Vm| matches!(vm.state, VmState::Deleting | VmState::Failed);
+    let has_ended = |vm: &IbmCloudVm| matches!(vm.state, VmState::Deleting | VmState::Failed);
     Ok(vm.filter(|vm| ids::is_of(&ibm.owner, &vm.name) && !has_ended(vm)))
 }
 
-fn disk_of<'v>(vm: &'v Vm, volume: &str) -> Option<&'v Disk> {
+fn disk_of<'v>(vm: &'v IbmCloudVm, volume: &str) -> Option<&'v DataVolume> {
     vm.disks.iter().find(|disk| disk.volume == volume)
 }
 
