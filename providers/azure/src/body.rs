@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::client::NETWORK;
 use crate::config::AzureConfig;
 use crate::ids::part;
-use crate::image::ImageFacts;
+use crate::image::AzureImageFacts;
 
 /// Type of the OS disk. Every size supports it.
 const DISK_TYPE: &str = "StandardSSD_LRS";
@@ -32,7 +32,7 @@ pub(crate) struct Body<'b> {
     pub name: &'b str,
     pub request: &'b CreateRequest,
     pub offering: &'b Offering,
-    pub image: &'b ImageFacts,
+    pub image: &'b AzureImageFacts,
     pub tags: &'b BTreeMap<String, String>,
     /// SSH key, for a generalized image.
     pub ssh_key: &'b str,
@@ -175,16 +175,16 @@ mod tests {
     use crate::config::tests::read as config;
     use crate::image::ImageId;
 
-    fn image(is_specialized: bool) -> ImageFacts {
+    fn image(is_specialized: bool) -> AzureImageFacts {
         let id = ImageId::parse("/CommunityGalleries/g/Images/i").unwrap();
-        ImageFacts { id, arch: Arch::X86_64, is_specialized, is_confidential: true }
+        AzureImageFacts { id, arch: Arch::X86_64, is_specialized, is_confidential: true }
     }
 
     fn body(
         settings: &[(&str, &str)],
         request: &CreateRequest,
         offering: &Offering,
-        image: &ImageFacts,
+        image: &AzureImageFacts,
     ) -> Value {
         let owner = Owner { cluster_id: "c".into(), node_name: "n".into(), installation: "i".into() };
         Body {

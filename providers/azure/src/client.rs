@@ -15,7 +15,7 @@ use peerpod_provider_rest::{
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::config::{AzureConfig, Credentials};
+use crate::config::{AzureConfig, AzureCredentials};
 use crate::ids::ResourceId;
 use crate::refusal::DIALECT;
 
@@ -180,7 +180,7 @@ fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<
         Hosts::parse(&authority(), &[]).map(|hosts| hosts.path([tenant, "oauth2", "v2.0", "token"]))
     };
     let (tenant, client, file) = match &config.credentials {
-        Credentials::Secret { tenant, client, secret } => {
+        AzureCredentials::Secret { tenant, client, secret } => {
             return Ok(Box::new(ClientSecret {
                 url: endpoint(tenant)?,
                 client_id: client.clone(),
@@ -189,7 +189,7 @@ fn source(config: &AzureConfig, env: &dyn Fn(&str) -> Option<String>) -> Result<
                 remedy: LOGIN,
             }));
         }
-        Credentials::Identity { tenant, client, file } => (
+        AzureCredentials::Identity { tenant, client, file } => (
             tenant.clone().or_else(|| set("AZURE_TENANT_ID")),
             client.clone().or_else(|| set("AZURE_CLIENT_ID")),
             file.clone().or_else(|| set("AZURE_FEDERATED_TOKEN_FILE")),

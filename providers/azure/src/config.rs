@@ -58,7 +58,7 @@ pub struct AzureConfig {
     /// URL of the metadata service.
     pub metadata: String,
     /// Credentials for Azure.
-    pub credentials: Credentials,
+    pub credentials: AzureCredentials,
     /// Subscription of the VMs.
     pub subscription: String,
     /// Resource group of the VMs.
@@ -152,7 +152,7 @@ impl Cloud {
 
 /// Credentials for Azure.
 #[derive(Debug, Clone)]
-pub enum Credentials {
+pub enum AzureCredentials {
     /// A client with a secret.
     Secret {
         /// Tenant of the client.
@@ -248,7 +248,7 @@ fn authority_host(section: &mut Reader) -> Option<String> {
     host
 }
 
-fn credentials(section: &mut Reader) -> Credentials {
+fn credentials(section: &mut Reader) -> AzureCredentials {
     let tenant: Option<String> =
         section.optional("tenant-id", "tenant of the client; default: AZURE_TENANT_ID");
     let client: Option<String> =
@@ -267,12 +267,12 @@ fn credentials(section: &mut Reader) -> Credentials {
         }
     }
     match (tenant, client, secret) {
-        (Some(tenant), Some(client), Some(secret)) => Credentials::Secret { tenant, client, secret },
+        (Some(tenant), Some(client), Some(secret)) => AzureCredentials::Secret { tenant, client, secret },
         (tenant, client, secret) => {
             if secret.is_some() {
                 section.mistake("client-secret", "tenant-id or client-id is missing; give all three or none");
             }
-            Credentials::Identity { tenant, client, file }
+            AzureCredentials::Identity { tenant, client, file }
         }
     }
 }
@@ -397,7 +397,7 @@ pub(crate) mod tests {
         assert_eq!(config.instance_types, ["Standard_DC2as_v5"]);
         assert!(config.confidential, "plain VMs are a decision");
         assert_eq!((&config.markets[..], config.root_gib), (&[Market::OnDemand][..], 0));
-        assert!(matches!(config.credentials, Credentials::Identity { .. }));
+        assert!(matches!(config.credentials, AzureCredentials::Identity { .. }));
         let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();
         AzureConfig::read(&mut reader, true);
         let told = reader.finish().unwrap_err().to_string();
@@ -472,7 +472,7 @@ pub(crate) mod tests {
         let told = read(&[("client-id", "c")]).unwrap_err();
         assert!(told.contains("tenant-id or client-id is missing") && !told.contains("hush"), "{told}");
         let config = read(&[("client-id", "c"), ("tenant-id", "t")]).unwrap();
-        assert!(matches!(&config.credentials, Credentials::Secret { client, .. } if client == "c"));
+        assert!(matches!(&config.credentials, AzureCredentials::Secret { client, .. } if client == "c"));
         assert!(!format!("{config:?}").contains("hush"));
     }
 }

@@ -18,9 +18,9 @@ use crate::Azure;
 use crate::body::Body;
 use crate::client::{Arm, COMPUTE, call};
 use crate::config::ALPHABET;
-use crate::facts::Facts;
+use crate::facts::AzureFacts;
 use crate::ids::ResourceId;
-use crate::image::ImageFacts;
+use crate::image::AzureImageFacts;
 use crate::refusal::{REFUSALS, standing};
 use crate::vms;
 use crate::{operations, remove};
@@ -33,14 +33,14 @@ const LONG: Duration = Duration::from_secs(30);
 static LATE_DECISIONS: Wait = Wait::new(Duration::from_secs(5), Duration::from_secs(5));
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct AzureLaunch<'l> {
     pub azure: &'l Azure,
     pub arm: &'l Arm,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
-    pub facts: &'l Facts,
-    pub image: &'l ImageFacts,
+    pub facts: &'l AzureFacts,
+    pub image: &'l AzureImageFacts,
     pub until: Instant,
 }
 
@@ -51,7 +51,7 @@ enum Fate {
     Going,
 }
 
-impl Launch<'_> {
+impl AzureLaunch<'_> {
     /// Makes the VM, or finds that of an earlier call.
     pub(crate) async fn go(&self) -> Result<Created, Error> {
         let name = names::unique(&self.azure.owner, self.key);

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::client::{Arm, SKUS, call};
 use crate::config::AzureConfig;
-use crate::image::ImageFacts;
+use crate::image::AzureImageFacts;
 
 /// Time for which facts are used. Sizes and restrictions hardly ever change.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
@@ -22,9 +22,9 @@ const OWNER: &str = "facts";
 
 /// Facts about the subscription.
 #[derive(Debug)]
-pub(crate) struct Facts {
+pub(crate) struct AzureFacts {
     /// The configured image.
-    pub image: Arc<ImageFacts>,
+    pub image: Arc<AzureImageFacts>,
     pub catalogue: Catalogue,
     /// Types that Azure does not sell on the spot market.
     pub no_spot: Vec<String>,
@@ -42,19 +42,23 @@ struct Sku {
     zones: Option<HashSet<String>>,
 }
 
-impl Facts {
+impl AzureFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals.
-    pub(crate) async fn load(arm: &Arm, config: &AzureConfig) -> Result<Facts, Error> {
+    pub(crate) async fn load(arm: &Arm, config: &AzureConfig) -> Result<AzureFacts, Error> {
         let (skus, image) = tokio::join!(skus(arm, config), image(arm, config));
         let errors: Vec<Error> =
             [skus.as_ref().err(), image.as_ref().err()].into_iter().flatten().cloned().collect();
         if !errors.is_empty() {
             return Err(together(errors));
         }
-        Facts::of(skus?, Arc::new(image?), config)
+        AzureFacts::of(skus?, Arc::new(image?), config)
     }
 
-    fn of(mut skus: Vec<Sku>, image: Arc<ImageFacts>, config: &AzureConfig) -> Result<Facts, Error> {
+    fn of(
+        mut skus: Vec<Sku>,
+        image: Arc<AzureImageFacts>,
+        config: &AzureConfig,
+    ) -> Result<AzureFacts, Error> {
         let what = "look at the VM sizes";
         let is_known = |name: &&String| skus.iter().any(|sku| sku.machine.name == **name);
         let unknown: Vec<_> = config.instance_types.iter().filter(|name| !is_known(name)).cloned().collect();
@@ -89,7 +93,7 @@ impl Facts {
             Some((sku.machine.name.clone(), zones))
         };
         let no_spot = skus.iter().filter(|sku| !sku.is_spot).map(|sku| sku.machine.name.clone());
-        Ok(Facts {
+        Ok(AzureFacts {
             image,
             no_spot: no_spot.collect(),
             families: skus.iter().map(|sku| (sku.machine.name.clone(), sku.family.clone())).collect(),
@@ -111,12 +115,12 @@ impl Facts {
     }
 }
 
-async fn image(arm: &Arm, config: &AzureConfig) -> Result<ImageFacts, Error> {
+async fn image(arm: &Arm, config: &AzureConfig) -> Result<AzureImageFacts, Error> {
     let Some(id) = &config.image else {
         return Err(Error::invalid("find the image: there is none; set provider.azure.image-id"));
     };
     let what = "look at the image";
-    let image = ImageFacts::load(arm, id, call("Images_Get", OWNER, what, until())).await?;
+    let image = AzureImageFacts::load(arm, id, call("Images_Get", OWNER, what, until())).await?;
     if image.arch != config.arch {
         return Err(Error::invalid(format!(
             "{what} {}: it is for {}, the pods are for {}; set provider.azure.image-id to one for these, or \
@@ -239,9 +243,9 @@ mod tests {
             "restrictions": restrictions})
     }
 
-    fn image() -> Arc<ImageFacts> {
+    fn image() -> Arc<AzureImageFacts> {
         let id = ImageId::parse("/CommunityGalleries/g/Images/i").unwrap();
-        Arc::new(ImageFacts { id, arch: Arch::X86_64, is_specialized: true, is_confidential: true })
+        Arc::new(AzureImageFacts { id, arch: Arch::X86_64, is_specialized: true, is_confidential: true })
     }
 
     #[test]
@@ -272,12 +276,12 @@ mod tests {
             let pair = [("Standard_D2s_v5", ""), ("Standard_DC2as_v5", "SNP")];
             pair.iter().filter_map(|(name, kind)| sku(&item(name, kind, &json!([])), config)).collect()
         };
-        let error = Facts::of(skus(&all), image(), &all).unwrap_err();
+        let error = AzureFacts::of(skus(&all), image(), &all).unwrap_err();
         assert!(error.to_string().contains("Standard_D2s_v5 cannot be confidential"), "{error}");
-        let error = Facts::of(Vec::new(), image(), &all).unwrap_err();
+        let error = AzureFacts::of(Vec::new(), image(), &all).unwrap_err();
         assert!(error.to_string().contains("does not have Standard_D2s_v5, Standard_DC2as_v5"), "{error}");
         let plain = config(&[types[0], types[1], ("disable-cvm", "true"), ("zones", "1,2")]).unwrap();
-        let facts = Facts::of(skus(&plain), image(), &plain).unwrap();
+        let facts = AzureFacts::of(skus(&plain), image(), &plain).unwrap();
         assert_eq!((facts.catalogue.types.len(), facts.catalogue.places.len()), (2, 2));
         assert!(facts.catalogue.is_sold("Standard_D2s_v5", "1"));
         assert_eq!(facts.no_spot_places().count(), 4);

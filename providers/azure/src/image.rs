@@ -132,7 +132,7 @@ impl ImageId {
 
 /// Facts about an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ImageFacts {
+pub(crate) struct AzureImageFacts {
     pub id: ImageId,
     pub arch: Arch,
     /// Whether a VM starts without a first-boot setup. The others need an `osProfile`.
@@ -141,12 +141,12 @@ pub(crate) struct ImageFacts {
     pub is_confidential: bool,
 }
 
-impl ImageFacts {
+impl AzureImageFacts {
     /// Loads the facts about an image, and checks that its version exists.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an image that no VM of this provider can start from.
-    pub(crate) async fn load(arm: &Arm, id: &ImageId, call: ApiCall<'_>) -> Result<ImageFacts, Error> {
+    pub(crate) async fn load(arm: &Arm, id: &ImageId, call: ApiCall<'_>) -> Result<AzureImageFacts, Error> {
         let call = ApiCall { action: "Images_Get", ..call };
         let invalid = |error: Error| match error {
             // Without the image no VM can be made: the settings are wrong, not the VM gone.
@@ -160,11 +160,11 @@ impl ImageFacts {
         if let Some(version) = id.version(arm) {
             arm.call(call, &version).await.map_err(|failure| invalid(failure.error))?;
         }
-        ImageFacts::of(id, &definition.json()).map_err(|error| error.during(call.what))
+        AzureImageFacts::of(id, &definition.json()).map_err(|error| error.during(call.what))
     }
 
     /// Reads an image's definition.
-    fn of(id: &ImageId, definition: &Value) -> Result<ImageFacts, Error> {
+    fn of(id: &ImageId, definition: &Value) -> Result<AzureImageFacts, Error> {
         let text = |pointer: &str| read::text(definition, pointer).unwrap_or_default();
         let generation = text("/properties/hyperVGeneration");
         if generation.eq_ignore_ascii_case("V1") {
@@ -182,7 +182,7 @@ impl ImageFacts {
         });
         // ConfidentialVM, ConfidentialVmSupported, TrustedLaunchAndConfidentialVmSupported.
         let security = security.and_then(|feature| read::text(feature, "/value")).unwrap_or_default();
-        Ok(ImageFacts {
+        Ok(AzureImageFacts {
             id: id.clone(),
             arch: match text("/properties/architecture").eq_ignore_ascii_case("Arm64") {
                 true => Arch::Aarch64,
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn a_definition_gives_the_facts() {
         let id = ImageId::parse(GALLERY_ID).unwrap();
-        let of = |properties: Value| ImageFacts::of(&id, &json!({"properties": properties}));
+        let of = |properties: Value| AzureImageFacts::of(&id, &json!({"properties": properties}));
         let facts = of(json!({"hyperVGeneration": "V2", "osState": "Specialized", "architecture": "Arm64",
             "features": [{"name": "DiskControllerTypes", "value": "SCSI, NVMe"},
                 {"name": "SecurityType", "value": "TrustedLaunchAndConfidentialVmSupported"}]}))

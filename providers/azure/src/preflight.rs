@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::Azure;
 use crate::client::{Arm, COMPUTE, NETWORK, RIGHTS, call};
-use crate::facts::Facts;
+use crate::facts::AzureFacts;
 use crate::{remove, vms};
 
 /// Owner of these calls, for the scheduler.
@@ -83,7 +83,7 @@ pub(crate) async fn run(azure: &Azure) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(azure: &Azure, facts: &Facts) -> Vec<String> {
+fn said(azure: &Azure, facts: &AzureFacts) -> Vec<String> {
     let config = &azure.config;
     let zones = match &config.zones[..] {
         [] => "no zones".to_owned(),
@@ -158,7 +158,7 @@ struct Quota {
 }
 
 /// Returns the quotas that matter: of all cores, and of the family of the configured type.
-async fn quotas(azure: &Azure, arm: &Arm, facts: &Facts) -> Result<Vec<Quota>, Error> {
+async fn quotas(azure: &Azure, arm: &Arm, facts: &AzureFacts) -> Result<Vec<Quota>, Error> {
     let call = call("Usage_List", OWNER, "look at the quotas", until());
     let request = arm.get(&format!("{}/usages", arm.location()), COMPUTE);
     let family = facts.families.get(&azure.config.instance_type);

@@ -14,19 +14,19 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates,
-    offering, until, wait_for,
+    Kept, Look, Lookup, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window,
+    check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::client::{self, Arm, call};
 use crate::config::AzureConfig;
-use crate::create::Launch;
-use crate::facts::{FRESH, Facts};
+use crate::create::AzureLaunch;
+use crate::facts::{AzureFacts, FRESH};
 use crate::ids::{ResourceId, VM};
-use crate::image::{ImageFacts, ImageId};
-use crate::vms;
+use crate::image::{AzureImageFacts, ImageId};
+use crate::vms::{self, AzureVm};
 use crate::volumes::short;
 use crate::{body, console, remove, volumes};
 
@@ -52,17 +52,17 @@ pub(crate) struct Azure {
     pub(crate) ssh_key: String,
     strays: Strays,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
-    facts: Kept<Facts>,
+    connection: OnceLock<AzureConnection>,
+    facts: Kept<AzureFacts>,
     /// Facts about images that pods name.
-    images: Mutex<Vec<Arc<ImageFacts>>>,
+    images: Mutex<Vec<Arc<AzureImageFacts>>>,
 }
 
 /// The client, and the batchers that collect calls for it.
-struct Connected {
+struct AzureConnection {
     arm: Arm,
-    inspect: vms::VmLookup,
-    look_in_a_burst: vms::VmLookup,
+    inspect: Lookup<AzureVm>,
+    look_in_a_burst: Lookup<AzureVm>,
     addresses: vms::AddressLookup,
     addresses_in_a_burst: vms::AddressLookup,
 }
@@ -103,13 +103,13 @@ impl Azure {
         self.connected().map(|connected| &connected.arm)
     }
 
-    fn connected(&self) -> Result<&Connected, Error> {
+    fn connected(&self) -> Result<&AzureConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
         let (arm, public) = (Arm::connect(&self.config, self.scheduler.clone())?, self.config.use_public_ip);
         let addresses = |window| vms::inspect_addresses(arm.clone(), public, window);
-        let connected = Connected {
+        let connected = AzureConnection {
             inspect: vms::inspect(arm.clone(), Window::LIST),
             look_in_a_burst: vms::inspect(arm.clone(), vms::IN_A_BURST),
             addresses: addresses(Window::LIST),
@@ -127,10 +127,10 @@ impl Azure {
     }
 
     /// Returns the facts; loads them if they are missing, old or not wanted from before.
-    pub(crate) async fn facts(&self, anew: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, anew: bool) -> Result<Arc<AzureFacts>, Error> {
         let arm = self.arm()?;
         let load = || async {
-            let facts = Facts::load(arm, &self.config).await?;
+            let facts = AzureFacts::load(arm, &self.config).await?;
             self.planner.learn(facts.catalogue.clone());
             for (market, machine, zone) in facts.no_spot_places() {
                 let why = "Azure does not sell this type on the spot market";
@@ -142,7 +142,11 @@ impl Azure {
     }
 
     /// Returns the facts about the image of a request.
-    async fn image(&self, request: &CreateRequest, facts: &Facts) -> Result<Arc<ImageFacts>, Error> {
+    async fn image(
+        &self,
+        request: &CreateRequest,
+        facts: &AzureFacts,
+    ) -> Result<Arc<AzureImageFacts>, Error> {
         let Some(text) = &request.image else { return Ok(Arc::clone(&facts.image)) };
         let what = format!("create of {}: look at the image {}", request.name, short(text));
         let id = ImageId::parse(text).ok_or_else(|| {
@@ -154,8 +158,9 @@ impl Azure {
         if let Some(image) = kept {
             return Ok(image);
         }
-        let image =
-            Arc::new(ImageFacts::load(self.arm()?, &id, call("Images_Get", "image", &what, until())).await?);
+        let image = Arc::new(
+            AzureImageFacts::load(self.arm()?, &id, call("Images_Get", "image", &what, until())).await?,
+        );
         let mut images = self.images.lock();
         if images.len() >= MOST_IMAGES {
             images.remove(0);
@@ -222,7 +227,7 @@ impl Azure {
         let offering = &offering(request, self.place(request)).await?;
         let image = self.image(request, &facts).await?;
         self.suits(request, offering, &image)?;
-        let launch = Launch {
+        let launch = AzureLaunch {
             azure: self,
             arm: self.arm()?,
             request,
@@ -236,7 +241,12 @@ impl Azure {
     }
 
     /// Checks that the VM can start from the image.
-    fn suits(&self, request: &CreateRequest, offering: &Offering, image: &ImageFacts) -> Result<(), Error> {
+    fn suits(
+        &self,
+        request: &CreateRequest,
+        offering: &Offering,
+        image: &AzureImageFacts,
+    ) -> Result<(), Error> {
         let what = format!("create of {}", request.name);
         if image.arch != self.config.arch {
             return Err(Error::invalid(format!(

@@ -44,7 +44,7 @@ pub(crate) async fn nics_of(
     until: Instant,
 ) -> Result<(), Error> {
     let nics = vms::nics(arm, what, until).await?;
-    let of_vm = |nic: &vms::Nic| vm_of_part(owner, nic.id.name()).is_some_and(|vm| vm == id.name());
+    let of_vm = |nic: &vms::AzureNic| vm_of_part(owner, nic.id.name()).is_some_and(|vm| vm == id.name());
     for nic in nics.into_iter().filter(|nic| nic.vm.is_none()).filter(of_vm) {
         part(arm, &nic.id, what, until).await?;
     }

@@ -25,7 +25,7 @@ const FAILED: &str = "ProvisioningState/failed";
 
 /// A VM as Azure shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct AzureVm {
     /// Id in lower case.
     pub id: ResourceId,
     pub state: VmState,
@@ -40,9 +40,9 @@ pub(crate) struct Vm {
     pub refusal: Option<Said>,
 }
 
-impl Vm {
+impl AzureVm {
     /// Reads a VM; `None`: the value is none.
-    pub(crate) fn of(value: &Value) -> Option<Vm> {
+    pub(crate) fn of(value: &Value) -> Option<AzureVm> {
         let text = |pointer: &str| read::text(value, pointer).map(str::to_owned);
         let statuses = read::list(value, "/properties/instanceView/statuses");
         let power = statuses.iter().find_map(|one| read::text(one, "/code")?.strip_prefix("PowerState/"));
@@ -55,7 +55,7 @@ impl Vm {
             Some((lun, read::text(disk, "/managedDisk/id")?.to_ascii_lowercase()))
         };
         let state = state(read::text(value, "/properties/provisioningState")?, power);
-        Some(Vm {
+        Some(AzureVm {
             id: ResourceId::of_kind(read::text(value, "/id")?, VM)?,
             state,
             machine: text("/properties/hardwareProfile/vmSize"),
@@ -105,10 +105,10 @@ pub(crate) async fn one(
     id: &ResourceId,
     what: &str,
     until: Instant,
-) -> Result<Option<Vm>, Failure> {
+) -> Result<Option<AzureVm>, Failure> {
     let request = arm.get(&id.text(), COMPUTE).query("$expand", "instanceView");
     match arm.call(call("VirtualMachines_Get", id.name(), what, until), &request).await {
-        Ok(answer) => Vm::of(&answer.json()).map(Some).ok_or_else(|| {
+        Ok(answer) => AzureVm::of(&answer.json()).map(Some).ok_or_else(|| {
             Error::transient(format!("{what}: Azure's answer is not that of a VM; it is tried again")).into()
         }),
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(None),
@@ -116,20 +116,18 @@ pub(crate) async fn one(
     }
 }
 
-/// Batcher that looks up single VMs, by their ids. `None`: Azure does not know the VM (any more, or yet).
-pub(crate) type VmLookup = Lookup<Vm>;
-
 /// Window for a burst: it collects the VMs of many pods and closes before a guest has booted.
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
-pub(crate) fn inspect(arm: Arm, window: Window) -> VmLookup {
+/// Returns the batcher that looks up single VMs, by their ids. `None`: Azure does not know the VM (any more, or yet).
+pub(crate) fn inspect(arm: Arm, window: Window) -> Lookup<AzureVm> {
     batch::lookup(window, move |ids, until| by_ids(arm.clone(), ids, until))
 }
 
-async fn by_ids(arm: Arm, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
+async fn by_ids(arm: Arm, ids: Vec<String>, until: Instant) -> Result<HashMap<String, AzureVm>, Error> {
     let what = what("look at", "VM", &ids);
-    let mut found: HashMap<String, Vm> = HashMap::new();
+    let mut found: HashMap<String, AzureVm> = HashMap::new();
     if ids.len() > FEW {
         let listed = list(&arm, &what, until).await?;
         found.extend(listed.into_iter().map(|vm| (vm.id.text(), vm)));
@@ -149,14 +147,14 @@ async fn by_ids(arm: Arm, ids: Vec<String>, until: Instant) -> Result<HashMap<St
 }
 
 /// Returns the VMs of the resource group, those of other owners included.
-pub(crate) async fn list(arm: &Arm, what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
+pub(crate) async fn list(arm: &Arm, what: &str, until: Instant) -> Result<Vec<AzureVm>, Failure> {
     let request = arm.get(&format!("{}/providers/Microsoft.Compute/virtualMachines", arm.group()), COMPUTE);
-    arm.list(call("VirtualMachines_List", "list", what, until), &request, Vm::of).await
+    arm.list(call("VirtualMachines_List", "list", what, until), &request, AzureVm::of).await
 }
 
 /// A network interface as Azure shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Nic {
+pub(crate) struct AzureNic {
     /// Id in lower case.
     pub id: ResourceId,
     /// Id of its VM in lower case.
@@ -168,11 +166,11 @@ pub(crate) struct Nic {
     public: Option<String>,
 }
 
-impl Nic {
-    fn of(value: &Value) -> Option<Nic> {
+impl AzureNic {
+    fn of(value: &Value) -> Option<AzureNic> {
         let configurations = read::list(value, "/properties/ipConfigurations");
         let public = configurations.iter().find_map(|one| read::text(one, "/properties/publicIPAddress/id"));
-        Some(Nic {
+        Some(AzureNic {
             id: ResourceId::parse(read::text(value, "/id")?)?,
             vm: read::text(value, "/properties/virtualMachine/id").map(str::to_ascii_lowercase),
             tags: read::texts(value, "/tags"),
@@ -187,9 +185,9 @@ impl Nic {
 }
 
 /// Returns all interfaces of the resource group.
-pub(crate) async fn nics(arm: &Arm, what: &str, until: Instant) -> Result<Vec<Nic>, Failure> {
+pub(crate) async fn nics(arm: &Arm, what: &str, until: Instant) -> Result<Vec<AzureNic>, Failure> {
     let request = arm.get(&format!("{}/providers/Microsoft.Network/networkInterfaces", arm.group()), NETWORK);
-    arm.list(call("NetworkInterfaces_List", "list", what, until), &request, Nic::of).await
+    arm.list(call("NetworkInterfaces_List", "list", what, until), &request, AzureNic::of).await
 }
 
 /// Returns the public addresses of the resource group, by their ids in lower case.
@@ -220,7 +218,7 @@ pub(crate) fn inspect_addresses(arm: Arm, public: bool, window: Window) -> Addre
 /// configured, the node cannot reach a VM without one.
 async fn addresses(
     arm: &Arm,
-    nics: &[Nic],
+    nics: &[AzureNic],
     public: bool,
     what: &str,
     until: Instant,
@@ -229,7 +227,7 @@ async fn addresses(
         true => public_addresses(arm, what, until).await?,
         false => HashMap::new(),
     };
-    let of = |nic: &Nic| {
+    let of = |nic: &AzureNic| {
         let own = nic.public.as_ref().and_then(|id| publics.get(id)).copied();
         match (public, own) {
             (true, None) => Vec::new(),
@@ -263,12 +261,12 @@ pub(crate) async fn all_of(
         ours.extend(vm);
     }
     let rest = left_over(arm, owner, &nics, &ours);
-    let addresses_of = |vm: &Vm| addresses.get(&vm.id.text()).cloned().unwrap_or_default();
+    let addresses_of = |vm: &AzureVm| addresses.get(&vm.id.text()).cloned().unwrap_or_default();
     Ok(ours.iter().filter_map(|vm| vm.owned(addresses_of(vm))).chain(rest).collect())
 }
 
 /// Returns the VMs of which only an interface is left. Azure deletes it in a moment, or `remove.rs` does.
-fn left_over(arm: &Arm, owner: &Owner, nics: &[Nic], vms: &[Vm]) -> Vec<Owned> {
+fn left_over(arm: &Arm, owner: &Owner, nics: &[AzureNic], vms: &[AzureVm]) -> Vec<Owned> {
     let mut lost: Vec<ResourceId> = nics
         .iter()
         .filter(|nic| nic.vm.is_none())
@@ -299,8 +297,8 @@ mod tests {
 
     const ID: &str = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachines/pp-a";
 
-    fn vm(provisioning: &str, statuses: &Value) -> Vm {
-        Vm::of(&json!({"id": ID, "zones": ["2"], "tags": {"peerpod.cluster": "c", "peerpod.key": "k"},
+    fn vm(provisioning: &str, statuses: &Value) -> AzureVm {
+        AzureVm::of(&json!({"id": ID, "zones": ["2"], "tags": {"peerpod.cluster": "c", "peerpod.key": "k"},
             "properties": {"provisioningState": provisioning, "timeCreated": "2026-11-06T00:00:00Z",
                 "hardwareProfile": {"vmSize": "Standard_DC2as_v5"}, "instanceView": {"statuses": statuses},
                 "storageProfile": {"dataDisks": [{"lun": 3, "managedDisk": {"id": "/A/B"}}, {"lun": "x"}]}}}))
@@ -350,8 +348,8 @@ mod tests {
         for value in
             [json!({}), json!([]), json!({"id": "x"}), json!({"id": ID}), json!({"id": 5, "properties": 7})]
         {
-            assert_eq!(Vm::of(&value), None, "{value}");
+            assert_eq!(AzureVm::of(&value), None, "{value}");
         }
-        assert_eq!(Nic::of(&json!({"id": "x"})), None);
+        assert_eq!(AzureNic::of(&json!({"id": "x"})), None);
     }
 }

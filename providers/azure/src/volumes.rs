@@ -15,7 +15,7 @@ use crate::ids::{DISK, ResourceId};
 use crate::operations;
 use crate::provider::LOOKS;
 use crate::refusal::REFUSALS;
-use crate::vms::{self, Vm};
+use crate::vms::{self, AzureVm};
 
 /// Action that attaches and detaches.
 const CHANGE: &str = "VirtualMachines_AttachDetachDataDisks";
@@ -147,9 +147,9 @@ pub(crate) async fn detach(azure: &Azure, id: &InstanceId, volume: &str) -> Resu
 }
 
 /// Returns the VM if it is this owner's and can have disks.
-async fn ours(azure: &Azure, id: &ResourceId, what: &str) -> Result<Option<Vm>, Error> {
+async fn ours(azure: &Azure, id: &ResourceId, what: &str) -> Result<Option<AzureVm>, Error> {
     let vm = vms::one(azure.arm()?, id, what, until()).await.map_err(|failure| failure.error)?;
-    let has_ended = |vm: &Vm| matches!(vm.state, VmState::Deleting | VmState::Failed);
+    let has_ended = |vm: &AzureVm| matches!(vm.state, VmState::Deleting | VmState::Failed);
     Ok(vm.filter(|vm| vm.marks.are_of(&azure.owner) && !has_ended(vm)))
 }
 
@@ -174,12 +174,12 @@ async fn failed<T>(
     }
 }
 
-fn lun_of(vm: &Vm, disk: &ResourceId) -> Option<u32> {
+fn lun_of(vm: &AzureVm, disk: &ResourceId) -> Option<u32> {
     let id = disk.text();
     vm.disks.iter().find(|(_, other)| *other == id).map(|(lun, _)| *lun)
 }
 
-fn free_lun(vm: &Vm) -> Option<u32> {
+fn free_lun(vm: &AzureVm) -> Option<u32> {
     (0..MOST_LUNS).find(|lun| !vm.disks.iter().any(|(used, _)| used == lun))
 }
 

@@ -5,7 +5,7 @@ use peerpod_provider_alibabacloud::AlibabaCloudConfig;
 use peerpod_provider_api::Confidential;
 use peerpod_provider_aws::AwsConfig;
 use peerpod_provider_azure::AzureConfig;
-use peerpod_provider_azure::config::Credentials;
+use peerpod_provider_azure::config::AzureCredentials;
 use peerpod_provider_byom::ByomConfig;
 use peerpod_provider_byom::config::HostKeys;
 use peerpod_provider_gcp::GcpConfig;
@@ -142,7 +142,7 @@ fn every_setting_of_a_full_config_map_for_azure_arrives_and_is_read_without_a_mi
     assert!(config.use_public_ip && config.secure_boot && !config.confidential);
     assert_eq!((config.root_gib, config.tags["cost"].as_str()), (40, "7"));
     assert_eq!((config.subnet.as_str(), config.security_group.as_deref()), (SUBNET, Some(GROUP)));
-    assert!(matches!(&config.credentials, Credentials::Secret { tenant, .. } if tenant == "tenant"));
+    assert!(matches!(&config.credentials, AzureCredentials::Secret { tenant, .. } if tenant == "tenant"));
 }
 
 #[test]
