@@ -9,7 +9,7 @@ use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner};
 use peerpod_provider_cloud::{marks, names};
 
 use crate::config::{ALPHABET, VsphereConfig};
-use crate::facts::{Network, Place, Template};
+use crate::facts::{Template, VsphereNetwork, VspherePlace};
 use crate::soap::{self, Method, Moref, element, option, text, typed};
 
 /// Variable of a VM with its user-data, which the guest reads and overwrites.
@@ -28,21 +28,21 @@ const MAX_ANNOTATION: usize = 1000;
 const MEMORY_STEP: u64 = 4;
 
 /// VM that is about to be made.
-pub(crate) struct Shape<'s> {
+pub(crate) struct VsphereVmSpec<'s> {
     pub config: &'s VsphereConfig,
     pub owner: &'s Owner,
     pub request: &'s CreateRequest,
     pub key: &'s IdempotencyKey,
     pub folder: &'s Moref,
     pub template: &'s Template,
-    pub place: &'s Place,
-    pub networks: [Option<&'s Network>; 2],
+    pub place: &'s VspherePlace,
+    pub networks: [Option<&'s VsphereNetwork>; 2],
 }
 
-impl Shape<'_> {
+impl VsphereVmSpec<'_> {
     /// Returns the call for a VM of this name.
     pub(crate) fn clone_of(&self, name: &str) -> Result<Method, Error> {
-        let Place { pool, host, datastore, .. } = self.place;
+        let VspherePlace { pool, host, datastore, .. } = self.place;
         let datastore_xml = datastore.as_ref().map(|(_, moref)| moref.xml("datastore")).unwrap_or_default();
         let snapshot = self.template.snapshot.as_ref();
         let move_type =
@@ -139,13 +139,13 @@ pub(crate) fn change(operation: &str, kind: &str, device: &str) -> String {
     element("deviceChange", &(text("operation", operation) + &typed("device", kind, device)))
 }
 
-fn backing(network: &Network) -> String {
+fn backing(network: &VsphereNetwork) -> String {
     match network {
-        Network::Standard { name, moref } => {
+        VsphereNetwork::Standard { name, moref } => {
             let inner = text("deviceName", name) + &moref.xml("network");
             typed("backing", "VirtualEthernetCardNetworkBackingInfo", &inner)
         }
-        Network::Distributed { switch, portgroup } => {
+        VsphereNetwork::Distributed { switch, portgroup } => {
             let port = text("switchUuid", switch) + &text("portgroupKey", portgroup);
             let inner = element("port", &port);
             typed("backing", "VirtualEthernetCardDistributedVirtualPortBackingInfo", &inner)
@@ -175,7 +175,7 @@ mod tests {
 
     fn shaped(
         settings: &[(&str, &str)],
-        change: impl FnOnce(&mut CreateRequest, &mut Template, &mut Place),
+        change: impl FnOnce(&mut CreateRequest, &mut Template, &mut VspherePlace),
         then: impl FnOnce(Node<'_, '_>),
     ) {
         let config = read(settings).unwrap();
@@ -200,16 +200,16 @@ mod tests {
             has_vmci: true,
             is_efi: true,
         };
-        let mut place = Place {
+        let mut place = VspherePlace {
             name: "esx-1".into(),
             pool: moref("ResourcePool"),
             host: Some(moref("HostSystem")),
             datastore: None,
         };
         change(&mut request, &mut template, &mut place);
-        let network = Network::Distributed { switch: "5 0".into(), portgroup: "dvportgroup-1".into() };
-        let second = Network::Standard { name: "Storage & more".into(), moref: moref("Network") };
-        let shape = Shape {
+        let network = VsphereNetwork::Distributed { switch: "5 0".into(), portgroup: "dvportgroup-1".into() };
+        let second = VsphereNetwork::Standard { name: "Storage & more".into(), moref: moref("Network") };
+        let shape = VsphereVmSpec {
             config: &config,
             owner: &owner,
             request: &request,
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn without_a_snapshot_the_clone_is_full_and_drs_chooses_the_host() {
-        let change = |request: &mut CreateRequest, template: &mut Template, place: &mut Place| {
+        let change = |request: &mut CreateRequest, template: &mut Template, place: &mut VspherePlace| {
             template.snapshot = None;
             place.host = None;
             place.datastore = Some(("ds-1".into(), moref("Datastore")));

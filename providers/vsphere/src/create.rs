@@ -15,30 +15,30 @@ use peerpod_provider_rest::{Decision, Failure, Said, decide, end_of_wait};
 use tokio::time::Instant;
 
 use crate::Vsphere;
-use crate::body::Shape;
+use crate::body::VsphereVmSpec;
 use crate::client::{FULL, LINKED};
-use crate::provider::Connected;
+use crate::provider::VsphereConnection;
 use crate::refusal;
 use crate::remove;
 use crate::soap::{self, Method, Moref, text};
 use crate::tasks;
-use crate::vms::{Power, Vm};
+use crate::vms::{Power, VsphereVm};
 
 /// Longest wait for a VM whose name is taken and that is not shown: it is being made or deleted.
 const UNSEEN: Duration = Duration::from_secs(5);
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct VsphereLaunch<'l> {
     pub vsphere: &'l Vsphere,
-    pub connected: &'l Connected,
+    pub connected: &'l VsphereConnection,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offering: &'l Offering,
-    pub shape: Shape<'l>,
+    pub shape: VsphereVmSpec<'l>,
     pub until: Instant,
 }
 
-impl Launch<'_> {
+impl VsphereLaunch<'_> {
     /// Makes the VM, or finds that of an earlier call.
     pub(crate) async fn one(&self) -> Result<Created, Error> {
         let name = names::unique(&self.vsphere.owner, self.key);
@@ -119,7 +119,7 @@ impl Launch<'_> {
     }
 
     /// Refuses a VM of another owner or of another request.
-    fn check_marks(&self, vm: &Vm) -> Result<(), Error> {
+    fn check_marks(&self, vm: &VsphereVm) -> Result<(), Error> {
         let (what, name) = (self.what(), &vm.name);
         if !vm.is_of(&self.vsphere.owner) {
             return Err(Error::key_reused(format!(
@@ -184,7 +184,7 @@ impl Launch<'_> {
     }
 
     /// Returns the answer for a VM, and records that it was made.
-    fn created(&self, id: InstanceId, seen: Option<&Vm>) -> Created {
+    fn created(&self, id: InstanceId, seen: Option<&VsphereVm>) -> Created {
         let now = Instant::now();
         self.vsphere.recent.made(&id, self.key, &self.request.name, now);
         if seen.is_some() {
@@ -230,7 +230,7 @@ pub(crate) async fn folder(vsphere: &Vsphere, what: &str) -> Result<Moref, Error
 }
 
 async fn make_folder(
-    connected: &Connected,
+    connected: &VsphereConnection,
     parent: &Moref,
     name: &str,
     path: &str,

@@ -26,12 +26,12 @@ const MAX_DISKS: u32 = 59;
 
 /// Facts about the vCenter.
 #[derive(Debug)]
-pub(crate) struct Facts {
+pub(crate) struct VsphereFacts {
     pub template: Template,
     /// Pairs of a host or cluster and a datastore.
-    pub places: Vec<Place>,
-    pub network: Option<Network>,
-    pub second_network: Option<Network>,
+    pub places: Vec<VspherePlace>,
+    pub network: Option<VsphereNetwork>,
+    pub second_network: Option<VsphereNetwork>,
 }
 
 /// Template, or VM that is off, of which VMs are clones.
@@ -54,7 +54,7 @@ pub(crate) struct Template {
 
 /// Place of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct VspherePlace {
     /// Name of the place, which placements record: host or cluster, and the datastore if it is configured.
     pub name: String,
     pub pool: Moref,
@@ -66,15 +66,15 @@ pub(crate) struct Place {
 
 /// Network that a NIC is connected to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Network {
+pub(crate) enum VsphereNetwork {
     Standard { name: String, moref: Moref },
     Distributed { switch: String, portgroup: String },
 }
 
-impl Facts {
+impl VsphereFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals: every missing privilege and every
     /// wrong setting.
-    pub(crate) async fn load(vcenter: &Vcenter, config: &VsphereConfig) -> Result<Facts, Error> {
+    pub(crate) async fn load(vcenter: &Vcenter, config: &VsphereConfig) -> Result<VsphereFacts, Error> {
         let (template, places, networks) = tokio::join!(
             template(vcenter, config, &config.template),
             places(vcenter, config),
@@ -86,7 +86,7 @@ impl Facts {
             return Err(together(errors));
         }
         let (network, second_network) = networks?;
-        Ok(Facts { template: template?, places: places?, network, second_network })
+        Ok(VsphereFacts { template: template?, places: places?, network, second_network })
     }
 
     /// Returns the places as a catalogue with one type of VM, because every size is possible.
@@ -171,7 +171,7 @@ pub(crate) fn datastore_of(path: &str) -> Option<&str> {
     Some(path.strip_prefix('[')?.split_once(']')?.0)
 }
 
-async fn places(vcenter: &Vcenter, config: &VsphereConfig) -> Result<Vec<Place>, Error> {
+async fn places(vcenter: &Vcenter, config: &VsphereConfig) -> Result<Vec<VspherePlace>, Error> {
     let root = format!("{}/host", config.datacenter);
     let pool_below = |path: &str| match &config.resource_pool {
         Some(pool) => (format!("{path}/Resources/{pool}"), "resource-pool"),
@@ -203,7 +203,7 @@ async fn places(vcenter: &Vcenter, config: &VsphereConfig) -> Result<Vec<Place>,
             Some((datastore, _)) => format!("{host}/{datastore}"),
             None => host.clone(),
         };
-        Place { name, pool: pool.clone(), host: moref.clone(), datastore: datastore.clone() }
+        VspherePlace { name, pool: pool.clone(), host: moref.clone(), datastore: datastore.clone() }
     };
     Ok(hosts.iter().flat_map(|host| datastores.iter().map(move |datastore| place(host, datastore))).collect())
 }
@@ -247,7 +247,7 @@ async fn named_of(
 async fn networks(
     vcenter: &Vcenter,
     config: &VsphereConfig,
-) -> Result<(Option<Network>, Option<Network>), Error> {
+) -> Result<(Option<VsphereNetwork>, Option<VsphereNetwork>), Error> {
     if config.network.is_none() && config.second_network.is_none() {
         return Ok((None, None));
     }
@@ -267,10 +267,10 @@ async fn networks(
     Ok((find(&config.network, "network").await?, find(&config.second_network, "second-network").await?))
 }
 
-async fn network(vcenter: &Vcenter, name: &str, moref: &Moref) -> Result<Network, Error> {
+async fn network(vcenter: &Vcenter, name: &str, moref: &Moref) -> Result<VsphereNetwork, Error> {
     let what = format!("look at the network {name}");
     match moref.kind.as_str() {
-        "Network" => Ok(Network::Standard { name: name.to_owned(), moref: moref.clone() }),
+        "Network" => Ok(VsphereNetwork::Standard { name: name.to_owned(), moref: moref.clone() }),
         "DistributedVirtualPortgroup" => {
             let call = ApiCall::new("RetrievePropertiesEx", OWNER, &what);
             let properties = ["key", "config.distributedVirtualSwitch"];
@@ -283,7 +283,7 @@ async fn network(vcenter: &Vcenter, name: &str, moref: &Moref) -> Result<Network
             let (portgroup, switch) = found.ok_or_else(unread)?;
             let uuid = |object: Object<'_, '_>| object.text("uuid").map(str::to_owned);
             let uuid = vcenter.retrieve_one(call, &["uuid"], &switch, uuid).await?;
-            Ok(Network::Distributed { switch: uuid.ok_or_else(unread)?, portgroup })
+            Ok(VsphereNetwork::Distributed { switch: uuid.ok_or_else(unread)?, portgroup })
         }
         other => Err(Error::invalid(format!(
             "{what}: it is a {other}; name a standard network or the portgroup of a distributed switch"

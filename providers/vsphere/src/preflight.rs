@@ -6,7 +6,7 @@ use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::until;
 
 use crate::Vsphere;
-use crate::facts::Facts;
+use crate::facts::VsphereFacts;
 
 pub(crate) async fn run(vsphere: &Vsphere) -> Result<Preflight, Error> {
     let connected = vsphere.connected()?;
@@ -27,7 +27,7 @@ pub(crate) async fn run(vsphere: &Vsphere) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(vsphere: &Vsphere, facts: &Facts) -> [String; 3] {
+fn said(vsphere: &Vsphere, facts: &VsphereFacts) -> [String; 3] {
     let places: Vec<&str> = facts.places.iter().map(|place| place.name.as_str()).collect();
     let clones = if facts.template.snapshot.is_some() { "linked" } else { "full" };
     [
@@ -37,7 +37,7 @@ fn said(vsphere: &Vsphere, facts: &Facts) -> [String; 3] {
     ]
 }
 
-fn warnings(vsphere: &Vsphere, facts: &Facts) -> Vec<String> {
+fn warnings(vsphere: &Vsphere, facts: &VsphereFacts) -> Vec<String> {
     let template = &facts.template;
     let path = &template.path;
     let all = [

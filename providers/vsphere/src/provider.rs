@@ -13,22 +13,22 @@ use peerpod_provider_api::{
     IdempotencyKey, InstanceId, Market, Owned, Owner, Placement, Preflight, Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, Wait, check_creates, names, offering, offerings, until,
-    wait_for,
+    Kept, Look, Lookup, Planner, Policy, Recent, Scheduler, Wait, check_creates, names, offering, offerings,
+    until, wait_for,
 };
 use peerpod_provider_rest::Decision;
 use prometheus_client::registry::Registry;
 use tokio::sync::broadcast;
 use tokio::time::Instant;
 
-use crate::body::Shape;
+use crate::body::VsphereVmSpec;
 use crate::client::{self, Vcenter};
 use crate::config::VsphereConfig;
-use crate::create::{self, Launch};
-use crate::facts::{self, FRESH, Facts, TYPE, Template};
+use crate::create::{self, VsphereLaunch};
+use crate::facts::{self, FRESH, TYPE, Template, VsphereFacts};
 use crate::soap::Moref;
 use crate::tasks::{self, TaskLookup};
-use crate::vms::{self, Folder, Power, Vm, VmLookup};
+use crate::vms::{self, Folder, Power, VsphereVm};
 use crate::{console, events, preflight, remove, volumes};
 
 /// Largest accepted user-data, in bytes: the guest's limit.
@@ -45,7 +45,7 @@ pub(crate) struct Vsphere {
     pub(crate) owner: Owner,
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
-    pub(crate) facts: Kept<Facts>,
+    pub(crate) facts: Kept<VsphereFacts>,
     /// Held while the folder is made.
     pub(crate) folder: tokio::sync::Mutex<()>,
     /// Tasks of clones that went on when their callers' time was over, by the VM's name.
@@ -57,14 +57,14 @@ pub(crate) struct Vsphere {
     pub(crate) looks: Wait,
     pub(crate) ended: broadcast::Sender<ProviderEvent>,
     scheduler: Scheduler,
-    connection: OnceLock<Connected>,
+    connection: OnceLock<VsphereConnection>,
 }
 
 /// The client, and the batchers that collect looks for it.
-pub(crate) struct Connected {
+pub(crate) struct VsphereConnection {
     pub(crate) vcenter: Vcenter,
     pub(crate) folder: Arc<Folder>,
-    pub(crate) vms: VmLookup,
+    pub(crate) vms: Lookup<VsphereVm>,
     pub(crate) tasks: TaskLookup,
 }
 
@@ -100,7 +100,7 @@ impl VsphereProvider {
 
 impl Vsphere {
     /// Returns the client; sets it up at first use, without a call.
-    pub(crate) fn connected(&self) -> Result<&Connected, Error> {
+    pub(crate) fn connected(&self) -> Result<&VsphereConnection, Error> {
         if let Some(connected) = self.connection.get() {
             return Ok(connected);
         }
@@ -109,13 +109,13 @@ impl Vsphere {
         let vms = vms::inspect(Arc::clone(&folder));
         let tasks = tasks::lookup(vcenter.clone());
         // Another caller may have set it up meanwhile; then this one is dropped.
-        Ok(self.connection.get_or_init(|| Connected { vcenter, folder, vms, tasks }))
+        Ok(self.connection.get_or_init(|| VsphereConnection { vcenter, folder, vms, tasks }))
     }
 
     /// Returns the facts about the vCenter. Loads them if they are missing or old, or if `afresh` is set.
-    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<VsphereFacts>, Error> {
         let load = || async {
-            let facts = Facts::load(&self.connected()?.vcenter, &self.config).await?;
+            let facts = VsphereFacts::load(&self.connected()?.vcenter, &self.config).await?;
             self.planner.learn(facts.catalogue());
             Ok(facts)
         };
@@ -142,8 +142,8 @@ impl Vsphere {
         &self,
         id: &InstanceId,
         what: &str,
-        is_as_wanted: impl Fn(&Vm) -> bool,
-    ) -> Result<Vm, Error> {
+        is_as_wanted: impl Fn(&VsphereVm) -> bool,
+    ) -> Result<VsphereVm, Error> {
         let connected = self.connected()?;
         let look = || async {
             let Some(seen) = connected.vms.ask(id.as_str().to_owned(), until(), what).await? else {
@@ -194,7 +194,7 @@ impl Vsphere {
         self.planner.place(&CreateRequest { zones, ..wanted }, 1)
     }
 
-    async fn template(&self, request: &CreateRequest, facts: &Facts) -> Result<Template, Error> {
+    async fn template(&self, request: &CreateRequest, facts: &VsphereFacts) -> Result<Template, Error> {
         let Some(name) = &request.image else { return Ok(facts.template.clone()) };
         let during = |error: Error| error.during(format!("create of {}", request.name));
         if name.split('/').any(|part| part.is_empty() || part == "..") {
@@ -217,7 +217,7 @@ impl Vsphere {
         })?;
         let template = self.template(request, &facts).await?;
         let folder = create::folder(self, &format!("create of {}", request.name)).await?;
-        let shape = Shape {
+        let shape = VsphereVmSpec {
             config: &self.config,
             owner: &self.owner,
             request,
@@ -228,7 +228,9 @@ impl Vsphere {
             networks: [facts.network.as_ref(), facts.second_network.as_ref()],
         };
         let connected = self.connected()?;
-        Launch { vsphere: self, connected, request, key, offering: &offering, shape, until }.one().await
+        VsphereLaunch { vsphere: self, connected, request, key, offering: &offering, shape, until }
+            .one()
+            .await
     }
 }
 
@@ -272,7 +274,7 @@ impl Provider for VsphereProvider {
         let vsphere = &self.0;
         let seen = vsphere.connected()?.folder.all_of(&vsphere.owner, until()).await?;
         let now = Instant::now();
-        let is_new = |vm: &Vm| {
+        let is_new = |vm: &VsphereVm| {
             let id = InstanceId::new(vm.name.clone());
             id.is_ok_and(|id| vsphere.recent.may_be_denied(&id, now))
         };

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::Vsphere;
 use crate::body::{DELETING, reconfigure};
 use crate::soap::Method;
-use crate::vms::{Power, Vm};
+use crate::vms::{Power, VsphereVm};
 use crate::volumes;
 
 /// Most looks for disks before a destroy.
@@ -39,7 +39,7 @@ pub(crate) async fn delete(vsphere: &Vsphere, id: &InstanceId) -> Result<(), Err
 }
 
 /// Deletes a VM whose owner is proven.
-pub(crate) async fn remove(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
+pub(crate) async fn remove(vsphere: &Vsphere, vm: &VsphereVm, what: &str) -> Result<(), Error> {
     match steps(vsphere, vm, what).await {
         // Another call was faster.
         Err(Error::NotFound { .. }) => Ok(()),
@@ -47,7 +47,7 @@ pub(crate) async fn remove(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(),
     }
 }
 
-async fn steps(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
+async fn steps(vsphere: &Vsphere, vm: &VsphereVm, what: &str) -> Result<(), Error> {
     if !vm.is_deleting {
         let method = reconfigure(&vm.moref, "", &[(DELETING, "true")]);
         vsphere.run(ApiCall::new(method.name, &vm.name, what), &method).await?;
@@ -69,7 +69,7 @@ async fn steps(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<(), Error> {
     Err(Error::transient(format!("{what}: disks that were detached are attached again; it is tried again")))
 }
 
-async fn call(vsphere: &Vsphere, vm: &Vm, name: &'static str, what: &str) -> Result<(), Error> {
+async fn call(vsphere: &Vsphere, vm: &VsphereVm, name: &'static str, what: &str) -> Result<(), Error> {
     let method = Method { name, this: vm.moref.clone(), arguments: String::new() };
     match vsphere.run(ApiCall::new(name, &vm.name, what), &method).await {
         // It is off already.

@@ -32,7 +32,7 @@ const MOST_KNOWN: usize = 10_000;
 
 /// A VM as the vCenter shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct VsphereVm {
     /// Name, which is its id.
     pub name: String,
     pub moref: Moref,
@@ -56,9 +56,9 @@ pub(crate) enum Power {
     Suspended,
 }
 
-impl Vm {
+impl VsphereVm {
     /// Reads one VM of an answer; `None`: it is not complete yet.
-    fn of(object: Object<'_, '_>) -> Option<Vm> {
+    fn of(object: Object<'_, '_>) -> Option<VsphereVm> {
         let variables = variables(object);
         let get = |name: &str| variables.get(name).map(String::as_str);
         let listed = ADDRESSES.into_iter().filter_map(get).flat_map(|text| text.split([',', ' ']));
@@ -70,7 +70,7 @@ impl Vm {
         }
         let path = object.text("config.files.vmPathName")?;
         let created = get(CREATED).and_then(|text| text.parse().ok()).map(Duration::from_secs);
-        Some(Vm {
+        Some(VsphereVm {
             name: object.text("name")?.to_owned(),
             moref: object.moref()?,
             power: match object.text("runtime.powerState")? {
@@ -132,9 +132,6 @@ fn is_usable(address: IpAddr) -> bool {
     !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !is_link_local
 }
 
-/// Batcher that looks up single VMs by their names. `None`: the folder has no such VM.
-pub(crate) type VmLookup = Lookup<Vm>;
-
 /// Folder of the provider's VMs, and the references that are known.
 pub(crate) struct Folder {
     vcenter: Vcenter,
@@ -143,7 +140,8 @@ pub(crate) struct Folder {
     known: Mutex<HashMap<String, Moref>>,
 }
 
-pub(crate) fn inspect(folder: Arc<Folder>) -> VmLookup {
+/// Returns the batcher that looks up single VMs by their names. `None`: the folder has no such VM.
+pub(crate) fn inspect(folder: Arc<Folder>) -> Lookup<VsphereVm> {
     batch::lookup(Window::LIST, move |names, until| {
         let folder = Arc::clone(&folder);
         async move { Ok(folder.by_names(names, until).await?) }
@@ -183,7 +181,7 @@ impl Folder {
     }
 
     /// Records the reference of a VM.
-    fn learn(&self, vm: &Vm) {
+    fn learn(&self, vm: &VsphereVm) {
         let mut known = self.known.lock();
         if known.len() >= MOST_KNOWN {
             known.clear();
@@ -192,7 +190,11 @@ impl Folder {
     }
 
     /// Returns those of these VMs that the folder has, of any owner.
-    async fn by_names(&self, names: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Failure> {
+    async fn by_names(
+        &self,
+        names: Vec<String>,
+        until: Instant,
+    ) -> Result<HashMap<String, VsphereVm>, Failure> {
         let what = what("look at", "VM", &names);
         let Some(folder) = self.find(&what).await? else { return Ok(HashMap::new()) };
         let known: Vec<Moref> =
@@ -222,7 +224,7 @@ impl Folder {
     }
 
     /// Returns all VMs of this owner.
-    pub(crate) async fn all_of(&self, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Failure> {
+    pub(crate) async fn all_of(&self, owner: &Owner, until: Instant) -> Result<Vec<VsphereVm>, Failure> {
         let what = "list our VMs";
         let Some(folder) = self.find(what).await? else { return Ok(Vec::new()) };
         let prefix = names::prefix(owner);
@@ -244,12 +246,12 @@ impl Folder {
         self.vcenter.retrieve(call, ("VirtualMachine", &["name"]), Objects::In(folder), read).await
     }
 
-    async fn details(&self, morefs: &[Moref], what: &str, until: Instant) -> Result<Vec<Vm>, Failure> {
+    async fn details(&self, morefs: &[Moref], what: &str, until: Instant) -> Result<Vec<VsphereVm>, Failure> {
         let mut found = Vec::new();
         for some in morefs.chunks(MOST_AT_ONCE) {
             let call = ApiCall::new("RetrievePropertiesEx", "look", what).until(until);
             let properties = ("VirtualMachine", &PROPERTIES[..]);
-            found.extend(self.vcenter.retrieve(call, properties, Objects::These(some), Vm::of).await?);
+            found.extend(self.vcenter.retrieve(call, properties, Objects::These(some), VsphereVm::of).await?);
         }
         Ok(found)
     }
@@ -279,7 +281,7 @@ mod tests {
         Owner { cluster_id: "c".into(), node_name: "n".into(), installation: installation.into() }
     }
 
-    fn seen(power: &str, more: &str, then: impl FnOnce(Option<Vm>)) {
+    fn seen(power: &str, more: &str, then: impl FnOnce(Option<VsphereVm>)) {
         let name = names::unique(&owner("i"), &IdempotencyKey::parse("k").unwrap());
         let text = format!(
             "<objects><obj type='VirtualMachine'>vm-7</obj><propSet><name>name</name><val>{name}</val></propSet>\
@@ -293,7 +295,7 @@ mod tests {
              <OptionValue><key>peerpod.created</key><value>1000</value></OptionValue></val></propSet></objects>"
         );
         let document = Document::parse(&text).unwrap();
-        then(Vm::of(Object(document.root_element())));
+        then(VsphereVm::of(Object(document.root_element())));
     }
 
     #[test]
@@ -332,6 +334,6 @@ mod tests {
     #[test]
     fn half_of_a_vm_is_none() {
         let document = Document::parse("<objects><obj type='VirtualMachine'>vm-7</obj></objects>").unwrap();
-        assert_eq!(Vm::of(Object(document.root_element())), None);
+        assert_eq!(VsphereVm::of(Object(document.root_element())), None);
     }
 }

@@ -15,7 +15,7 @@ use crate::body::{change, reconfigure};
 use crate::facts;
 use crate::inventory::{Object, Objects};
 use crate::soap::{self, Method, Moref, child, element, text, value};
-use crate::vms::Vm;
+use crate::vms::VsphereVm;
 
 /// Length of a first-class disk's id.
 const ID: usize = 36;
@@ -83,7 +83,7 @@ impl VmDisk {
 
     /// Whether the disk was made with the VM. Only such a disk may be deleted with it. A disk that was added by hand may be
     /// in the VM's folder, too, and has another key.
-    pub(crate) fn is_own(&self, vm: &Vm) -> bool {
+    pub(crate) fn is_own(&self, vm: &VsphereVm) -> bool {
         let is_beside = !vm.folder.is_empty() && self.file.starts_with(&vm.folder);
         self.first_class.is_none() && is_beside && vm.disks.contains(&self.key)
     }
@@ -153,7 +153,11 @@ impl Devices {
 }
 
 /// Reads the devices of a VM. `None`: it is gone.
-pub(crate) async fn devices(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<Option<Devices>, Failure> {
+pub(crate) async fn devices(
+    vsphere: &Vsphere,
+    vm: &VsphereVm,
+    what: &str,
+) -> Result<Option<Devices>, Failure> {
     let call = ApiCall::new("RetrievePropertiesEx", &vm.name, what);
     let vcenter = &vsphere.connected()?.vcenter;
     vcenter.retrieve_one(call, &[DEVICES, SNAPSHOTS], &vm.moref, Devices::of).await
@@ -162,7 +166,7 @@ pub(crate) async fn devices(vsphere: &Vsphere, vm: &Vm, what: &str) -> Result<Op
 /// Fails when a snapshot of the VM has a disk that was not made with the VM.
 pub(crate) async fn check_snapshots(
     vsphere: &Vsphere,
-    vm: &Vm,
+    vm: &VsphereVm,
     devices: &Devices,
     what: &str,
 ) -> Result<(), Error> {
@@ -232,7 +236,7 @@ enum Source<'v> {
 
 impl Source<'_> {
     /// Returns the call that attaches the disk to this VM.
-    fn attach(&self, vm: &Vm, devices: &Devices, what: &str) -> Result<Method, Error> {
+    fn attach(&self, vm: &VsphereVm, devices: &Devices, what: &str) -> Result<Method, Error> {
         let path = match self {
             Source::FirstClass(id, datastore) => {
                 let arguments = element("diskId", &text("id", id)) + &datastore.xml("datastore");
@@ -286,7 +290,12 @@ pub(crate) async fn detach(vsphere: &Vsphere, id: &InstanceId, volume: &str) -> 
 }
 
 /// Removes a disk from a VM. Its file stays.
-pub(crate) async fn release(vsphere: &Vsphere, vm: &Vm, disk: &VmDisk, what: &str) -> Result<(), Error> {
+pub(crate) async fn release(
+    vsphere: &Vsphere,
+    vm: &VsphereVm,
+    disk: &VmDisk,
+    what: &str,
+) -> Result<(), Error> {
     let method = match &disk.first_class {
         Some(id) => {
             let arguments = element("diskId", &text("id", id));
@@ -355,7 +364,7 @@ mod tests {
             first_class: first_class.map(str::to_owned),
             uuid: None,
         };
-        let vm = |folder: &str, disks: &[&str]| Vm {
+        let vm = |folder: &str, disks: &[&str]| VsphereVm {
             name: "pp-1".into(),
             moref: Moref { kind: "VirtualMachine".into(), id: "vm-1".into() },
             power: Power::Off,
