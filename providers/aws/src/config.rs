@@ -60,7 +60,7 @@ pub struct AwsConfig {
     /// URL of the EC2 API; `None`: the SDK's default.
     pub endpoint: Option<String>,
     /// Credentials for AWS.
-    pub credentials: Credentials,
+    pub credentials: AwsCredentials,
     /// Types that pods may get; never empty, always contains [`AwsConfig::instance_type`].
     pub instance_types: Vec<String>,
     /// Type for pods that request none.
@@ -68,7 +68,7 @@ pub struct AwsConfig {
     /// Architecture of the pods, in EC2's terms: `x86_64` or `arm64`.
     pub arch: String,
     /// Image of the VMs.
-    pub image: Image,
+    pub image: AwsImage,
     /// Subnets of the VMs; empty: the node's own subnet.
     pub subnet_ids: Vec<String>,
     /// Security groups of the VMs; empty: the node's own security groups.
@@ -94,7 +94,7 @@ pub struct AwsConfig {
     /// Longest look-up of the account's quota.
     pub quota_wait: Duration,
     /// EC2 call that makes VMs.
-    pub launch: Launch,
+    pub launch: AwsLaunchCall,
     /// Tenancy of the VMs: hosts shared with no other account (`dedicated`), or dedicated hosts (`host`).
     pub tenancy: Option<String>,
     /// The root disk.
@@ -109,7 +109,7 @@ pub struct AwsConfig {
 
 /// Credentials for AWS.
 #[derive(Debug, Clone)]
-pub enum Credentials {
+pub enum AwsCredentials {
     /// The SDK's chain: environment, profile, web identity (IRSA), pod identity, the node's instance profile.
     Chain,
     /// An access key.
@@ -125,7 +125,7 @@ pub enum Credentials {
 
 /// Image that VMs boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Image {
+pub enum AwsImage {
     /// AMI with this id.
     Id(String),
     /// Newest AMI with a name that matches a pattern with `*`, from one of these owners.
@@ -141,7 +141,7 @@ pub enum Image {
 
 /// EC2 call that makes VMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Launch {
+pub enum AwsLaunchCall {
     /// `CreateFleet` of type instant. EC2 tries all types and subnets itself, and the call's token bucket is ten times
     /// as large as that of `RunInstances`.
     Fleet,
@@ -220,7 +220,7 @@ impl AwsConfig {
                 ),
                 spot_watch: section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH),
                 quota_wait: section.constant("quota-wait", "QUOTA_WAIT", QUOTA_WAIT),
-                batch: if launch == Launch::Fleet { batch } else { 0 },
+                batch: if launch == AwsLaunchCall::Fleet { batch } else { 0 },
                 call_timeout: settings::call_timeout(section),
                 instance_types,
                 instance_type,
@@ -246,7 +246,7 @@ fn arch(section: &mut Reader) -> String {
 }
 
 /// Returns the tenancy and the call that suits it.
-fn launch(section: &mut Reader, has_template: bool) -> (Option<String>, Launch) {
+fn launch(section: &mut Reader, has_template: bool) -> (Option<String>, AwsLaunchCall) {
     let tenancy: Option<String> =
         section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
     if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
@@ -254,16 +254,16 @@ fn launch(section: &mut Reader, has_template: bool) -> (Option<String>, Launch) 
     }
     let default = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
     let launch = match section.derived("launch", "provider.aws.tenancy", default.to_owned()).as_str() {
-        "run" => Launch::Run,
-        _ => Launch::Fleet,
+        "run" => AwsLaunchCall::Run,
+        _ => AwsLaunchCall::Fleet,
     };
-    if launch == Launch::Run && has_template {
+    if launch == AwsLaunchCall::Run && has_template {
         section.mistake("launch-template", "needs a fleet, which cannot use dedicated hosts; remove it");
     }
     (tenancy, launch)
 }
 
-fn credentials(section: &mut Reader) -> Credentials {
+fn credentials(section: &mut Reader) -> AwsCredentials {
     let id: Option<Secret> = section.optional(
         "access-key-id",
         "access key; default: the SDK's chain (IRSA, pod identity, instance profile)",
@@ -272,7 +272,7 @@ fn credentials(section: &mut Reader) -> Credentials {
     let token: Option<Secret> = section.optional("session-token", "session token of a temporary access key");
     section.removed("profile", "set AWS_PROFILE in the environment");
     match (id, secret) {
-        (Some(id), Some(secret)) => return Credentials::Key { id, secret, token },
+        (Some(id), Some(secret)) => return AwsCredentials::Key { id, secret, token },
         (Some(_), None) => section.mistake("access-key-id", "secret-key is missing; give both or none"),
         (None, Some(_)) => section.mistake("secret-key", "access-key-id is missing; give both or none"),
         (None, None) if token.is_some() => {
@@ -281,10 +281,10 @@ fn credentials(section: &mut Reader) -> Credentials {
         }
         (None, None) => {}
     }
-    Credentials::Chain
+    AwsCredentials::Chain
 }
 
-fn image(section: &mut Reader, may_lack: bool) -> Image {
+fn image(section: &mut Reader, may_lack: bool) -> AwsImage {
     let id: Option<String> = section.optional("image-id", "the pod VM's AMI");
     let name: Option<String> =
         section.optional("image-name", "the newest AMI whose name fits, with *; instead of image-id");
@@ -296,7 +296,7 @@ fn image(section: &mut Reader, may_lack: bool) -> Image {
     match (id, name) {
         (Some(id), None) => {
             check_id(section, "image-id", "ami-", std::slice::from_ref(&id));
-            Image::Id(id)
+            AwsImage::Id(id)
         }
         (None, Some(name)) => {
             if owners.is_empty() {
@@ -305,19 +305,19 @@ fn image(section: &mut Reader, may_lack: bool) -> Image {
                     "empty; any account could publish an image of that name, name its owner",
                 );
             }
-            Image::Named { name, owners }
+            AwsImage::Named { name, owners }
         }
         (Some(_), Some(_)) => {
             section.mistake("image-name", "given together with image-id; keep one of them");
-            Image::Id(String::new())
+            AwsImage::Id(String::new())
         }
-        (None, None) if may_lack => Image::OfTemplate,
+        (None, None) if may_lack => AwsImage::OfTemplate,
         (None, None) => {
             section.required::<String>(
                 "image-id",
                 "the pod VM's AMI, like ami-0123456789abcdef0; or give image-name",
             );
-            Image::Id(String::new())
+            AwsImage::Id(String::new())
         }
     }
 }
@@ -395,7 +395,7 @@ mod tests {
         let config = read(&[("image-id", "ami-0123456789abcdef0")]).unwrap();
         assert_eq!(config.instance_types, ["m6a.large"]);
         assert!(config.confidential, "plain VMs are a decision");
-        assert_eq!((&config.markets[..], config.launch), (&[Market::OnDemand][..], Launch::Fleet));
+        assert_eq!((&config.markets[..], config.launch), (&[Market::OnDemand][..], AwsLaunchCall::Fleet));
         assert_eq!(config.root.size_gib, 30);
         assert!(read(&[]).unwrap_err().contains("image-id"));
         let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();

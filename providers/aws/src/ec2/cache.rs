@@ -8,25 +8,25 @@ use peerpod_provider_api::{Arch, CreateRequest, Error};
 use peerpod_provider_cloud::marks::CLUSTER;
 use tokio::time::Instant;
 
-use crate::config::Image;
+use crate::config::AwsImage;
 use crate::ec2::Aws;
 use crate::ec2::client::Ec2;
-use crate::ec2::facts::{self, Facts, Subnet};
+use crate::ec2::facts::{self, AwsFacts, Subnet};
 use crate::ec2::provider::arch;
-use crate::ec2::shape::{ImageFacts, Shape, to_tags};
+use crate::ec2::shape::{AwsImageFacts, AwsVmSpec, to_tags};
 
 /// EC2's answer to a dry run of a permitted call.
 pub(super) const DRY_RUN: &str = "DryRunOperation";
 
 impl Aws {
     /// Returns the facts about the account. Loads them if they are missing or old, or if `afresh` is set.
-    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
+    pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<AwsFacts>, Error> {
         let load = || async { self.learn(&self.ec2().await?.ec2).await };
         if afresh { self.facts.renew(load).await } else { self.facts.get(load).await }
     }
 
-    async fn learn(&self, ec2: &Ec2) -> Result<Facts, Error> {
-        let facts = Facts::load(ec2, &self.config).await?;
+    async fn learn(&self, ec2: &Ec2) -> Result<AwsFacts, Error> {
+        let facts = AwsFacts::load(ec2, &self.config).await?;
         if !self.config.second_subnet_ids.is_empty() {
             let second = facts::subnets(ec2, &self.config.second_subnet_ids).await?;
             *self.second.lock() = second.0;
@@ -44,7 +44,7 @@ impl Aws {
     pub(crate) async fn template(
         &self,
         ec2: &Ec2,
-        shape: Option<&Shape>,
+        shape: Option<&AwsVmSpec>,
         until: Instant,
     ) -> Result<String, Error> {
         if let Some(own) = &self.config.launch_template {
@@ -92,18 +92,18 @@ impl Aws {
         ec2: &Ec2,
         request: &CreateRequest,
         until: Instant,
-    ) -> Result<Option<ImageFacts>, Error> {
+    ) -> Result<Option<AwsImageFacts>, Error> {
         if let Some(id) = &request.image {
             return facts::by_id(ec2, id, "look at the pod's image", until).await.map(Some);
         }
         let Some(other) = request.arch.filter(|one| *one != arch(&self.config)) else { return Ok(None) };
-        let Image::Named { name, owners } = &self.config.image else {
+        let AwsImage::Named { name, owners } = &self.config.image else {
             let text =
                 format!("create of {}: the configured image is for {}", request.name, self.config.arch);
             return Err(Error::unsupported("arch", text));
         };
         let word = if other == Arch::Aarch64 { "arm64" } else { other.word() };
         let image = self.other_image.get(|| facts::newest(ec2, name, owners, word)).await?;
-        Ok(Some(ImageFacts::clone(&image)))
+        Ok(Some(AwsImageFacts::clone(&image)))
     }
 }

@@ -20,9 +20,9 @@ use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{ApiCall, Scheduler};
 use tokio::time::{Instant, timeout_at};
 
-use crate::config::{AwsConfig, Credentials};
+use crate::config::{AwsConfig, AwsCredentials};
 use crate::ec2::credentials;
-use crate::ec2::refusal::{EBS, Failure, QUOTAS, Why};
+use crate::ec2::refusal::{AwsFailure, EBS, QUOTAS, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -88,7 +88,7 @@ impl Ec2 {
         let answer = answer.map_err(|_| unanswered(" in time"))?;
         let found = answer.map_err(|error| match why(&error) {
             Why::NoAnswer(why) => unanswered(&format!(": {}", clip(&why))),
-            why => Failure::of(&QUOTAS, "GetServiceQuota", &what, why).error,
+            why => AwsFailure::of(&QUOTAS, "GetServiceQuota", &what, why).error,
         })?;
         let value = found.quota.and_then(|quota| quota.value).filter(|value| *value >= 0.0);
         value.ok_or_else(|| Error::transient(format!("{what}: the answer has no value")))
@@ -103,7 +103,7 @@ impl Ec2 {
         what: &str,
         until: Instant,
         ask: impl Fn() -> F,
-    ) -> Result<T, Failure>
+    ) -> Result<T, AwsFailure>
     where
         E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
         F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
@@ -111,7 +111,7 @@ impl Ec2 {
         let call = ApiCall { action, owner, what, deadline: until };
         let asked = self.scheduler.run(call, || {
             let answer = ask();
-            async move { answer.await.map_err(|error| Failure::new(action, what, why(&error))) }
+            async move { answer.await.map_err(|error| AwsFailure::new(action, what, why(&error))) }
         });
         asked.await
     }
@@ -144,7 +144,7 @@ fn loader(config: &AwsConfig) -> ConfigLoader {
         loader = loader.region(Region::new(region.clone()));
     }
     match &config.credentials {
-        Credentials::Key { id, secret, token } => {
+        AwsCredentials::Key { id, secret, token } => {
             let token = token.as_ref().map(|token| token.expose().to_owned());
             let key = aws_sdk_ec2::config::Credentials::new(
                 id.expose(),
@@ -155,7 +155,7 @@ fn loader(config: &AwsConfig) -> ConfigLoader {
             );
             loader.credentials_provider(key)
         }
-        Credentials::Chain => loader,
+        AwsCredentials::Chain => loader,
     }
 }
 
@@ -175,7 +175,7 @@ pub(crate) fn ebs_failure<E>(action: &str, what: &str, error: &SdkError<E, HttpR
 where
     E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
 {
-    Failure::of(&EBS, action, what, why(error)).into()
+    AwsFailure::of(&EBS, action, what, why(error)).into()
 }
 
 async fn have_credentials(sdk: &SdkConfig) -> Result<(), Error> {

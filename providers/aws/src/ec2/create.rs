@@ -31,10 +31,10 @@ use tokio::time::Instant;
 use crate::config::ALPHABET;
 use crate::ec2::Aws;
 use crate::ec2::client::Ec2;
-use crate::ec2::facts::Facts;
-use crate::ec2::refusal::{Failure, REFUSALS};
-use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
-use crate::ec2::vms::{self, Vm};
+use crate::ec2::facts::AwsFacts;
+use crate::ec2::refusal::{AwsFailure, REFUSALS};
+use crate::ec2::shape::{AwsImageFacts, AwsVmSpec, tag_specifications};
+use crate::ec2::vms::{self, AwsVm};
 
 /// Longest time that a new VM may stay invisible. EC2 is eventually consistent; in practice this takes seconds.
 const UNSEEN: Duration = Duration::from_secs(12);
@@ -42,15 +42,15 @@ const UNSEEN: Duration = Duration::from_secs(12);
 static LOOKS: Wait = Wait::new(Duration::from_millis(500), Duration::from_millis(500));
 
 /// Create that is ready to be sent.
-pub(crate) struct Launch<'l> {
+pub(crate) struct AwsLaunch<'l> {
     pub aws: &'l Aws,
     pub ec2: &'l Ec2,
-    pub facts: &'l Facts,
+    pub facts: &'l AwsFacts,
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offerings: &'l [Offering],
     /// Image other than the configured one.
-    pub image: Option<ImageFacts>,
+    pub image: Option<AwsImageFacts>,
     pub until: Instant,
 }
 
@@ -67,7 +67,7 @@ struct Outcome {
     is_earlier: bool,
 }
 
-impl Launch<'_> {
+impl AwsLaunch<'_> {
     /// Makes up to `count` VMs, or finds those of an earlier call.
     pub(crate) async fn go(&self, count: u32) -> Result<CreatedMany, Error> {
         let mut whole = Outcome::default();
@@ -120,7 +120,7 @@ impl Launch<'_> {
 
     /// Returns whether CreateFleet is used. A fleet supports one NIC per VM, and no dedicated hosts.
     fn in_fleet(&self) -> bool {
-        self.aws.config.launch == crate::config::Launch::Fleet && !self.request.second_nic
+        self.aws.config.launch == crate::config::AwsLaunchCall::Fleet && !self.request.second_nic
     }
 
     /// Returns the offerings of each call. A fleet is on one market; spot comes first where both are allowed.
@@ -133,12 +133,12 @@ impl Launch<'_> {
         [of(Market::Spot), of(Market::OnDemand)].into_iter().filter(|group| !group.is_empty()).collect()
     }
 
-    fn shape(&self) -> Option<Shape> {
+    fn shape(&self) -> Option<AwsVmSpec> {
         let config = &self.aws.config;
         let image = self.facts.image.clone().or_else(|| self.image.clone())?;
         let public_ip = config.use_public_ip || self.request.public_ip;
         let sev_snp = config.confidential || self.request.confidential.is_some();
-        Some(Shape::new(config, image, &self.facts.security_groups, public_ip, sev_snp))
+        Some(AwsVmSpec::new(config, image, &self.facts.security_groups, public_ip, sev_snp))
     }
 
     fn tags(&self) -> Result<BTreeMap<String, String>, Error> {
@@ -339,7 +339,7 @@ impl Launch<'_> {
     }
 
     /// Handles a call that EC2 refused as a whole or did not answer.
-    async fn not_done(&self, failure: Failure, offerings: &[Offering]) -> Result<Outcome, Error> {
+    async fn not_done(&self, failure: AwsFailure, offerings: &[Offering]) -> Result<Outcome, Error> {
         let code = failure.code().to_owned();
         let own = format!("{}: ", self.what());
         let is_quota = matches!(failure.error, Error::Quota { .. });
@@ -420,7 +420,7 @@ impl Launch<'_> {
             .set_iam_instance_profile(shape.run_profile())
             .set_cpu_options(shape.run_cpu())
             .set_placement(shape.run_placement())
-            .metadata_options(Shape::run_metadata())
+            .metadata_options(AwsVmSpec::run_metadata())
             .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
             .set_block_device_mappings(shape.run_root(image).map(|root| vec![root]))
             .set_instance_market_options((offering.market == Market::Spot).then_some(spot))
@@ -460,7 +460,7 @@ impl Launch<'_> {
         })
     }
 
-    fn created(&self, seen: &Vm) -> Option<Created> {
+    fn created(&self, seen: &AwsVm) -> Option<Created> {
         if seen.state == VmState::Deleted {
             return None;
         }

@@ -14,7 +14,7 @@ use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
 use peerpod_provider_cloud::{Offering, until};
 
 use crate::ec2::Aws;
-use crate::ec2::vms::Vm;
+use crate::ec2::vms::AwsVm;
 
 /// Time between the notice and the end of the VM (EC2 User Guide, "Spot Instance interruption notices").
 const NOTICE: Duration = Duration::from_secs(120);
@@ -45,7 +45,7 @@ impl Spots {
     }
 
     /// Records a VM that EC2 lists. VMs of an earlier process are watched from then on.
-    pub(crate) fn seen(&self, vm: &Vm) {
+    pub(crate) fn seen(&self, vm: &AwsVm) {
         if !vm.is_spot {
             return;
         }

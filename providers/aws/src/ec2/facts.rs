@@ -13,10 +13,10 @@ use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::{Catalogue, Location, MachineType, until};
 use tokio::time::Instant;
 
-use crate::config::{AwsConfig, Image};
+use crate::config::{AwsConfig, AwsImage};
 use crate::ec2::client::{self, Ec2};
 use crate::ec2::prices;
-use crate::ec2::shape::ImageFacts;
+use crate::ec2::shape::AwsImageFacts;
 
 /// Time for which facts are used. Types and zones hardly ever change; a newer image may have been published.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
@@ -27,9 +27,9 @@ const OWNER: &str = "facts";
 
 /// Facts about the account.
 #[derive(Debug)]
-pub(crate) struct Facts {
+pub(crate) struct AwsFacts {
     /// The configured image; `None` when the administrator's own launch template has one.
-    pub image: Option<ImageFacts>,
+    pub image: Option<AwsImageFacts>,
     pub security_groups: Vec<String>,
     /// The subnets by id, with their zones and free addresses.
     pub subnets: Vec<Subnet>,
@@ -48,10 +48,10 @@ pub(crate) struct Subnet {
     pub free: i32,
 }
 
-impl Facts {
+impl AwsFacts {
     /// Loads all facts, independent ones at the same time. An error has all refusals: every missing permission and every
     /// wrong setting.
-    pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> Result<Facts, Error> {
+    pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> Result<AwsFacts, Error> {
         let (network, image, types, sold, (prices, no_prices)) = tokio::join!(
             network(ec2, config),
             image(ec2, config),
@@ -72,7 +72,7 @@ impl Facts {
             .iter()
             .map(|subnet| Location { zone: subnet.zone.clone(), subnet: Some(subnet.id.clone()) });
         let catalogue = Catalogue { types, places: places.collect(), sold: Some(sold), prices };
-        Ok(Facts {
+        Ok(AwsFacts {
             image,
             security_groups: network.security_groups,
             subnets: network.subnets,
@@ -158,10 +158,10 @@ async fn own_network() -> Result<(String, Vec<String>), Error> {
     )))
 }
 
-async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Error> {
+async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<AwsImageFacts>, Error> {
     let image = match &config.image {
-        Image::OfTemplate => return Ok(None),
-        Image::Id(id) => {
+        AwsImage::OfTemplate => return Ok(None),
+        AwsImage::Id(id) => {
             let image = by_id(ec2, id, "look at the image", until()).await?;
             if image.arch != config.arch {
                 return Err(Error::invalid(format!(
@@ -172,7 +172,7 @@ async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Erro
             }
             image
         }
-        Image::Named { name, owners } => newest(ec2, name, owners, &config.arch).await?,
+        AwsImage::Named { name, owners } => newest(ec2, name, owners, &config.arch).await?,
     };
     if config.confidential {
         boots_with_sev_snp(&image)?;
@@ -180,7 +180,7 @@ async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Erro
     Ok(Some(image))
 }
 
-fn boots_with_sev_snp(image: &ImageFacts) -> Result<(), Error> {
+fn boots_with_sev_snp(image: &AwsImageFacts) -> Result<(), Error> {
     if !image.boots_by_bios {
         return Ok(());
     }
@@ -192,7 +192,7 @@ fn boots_with_sev_snp(image: &ImageFacts) -> Result<(), Error> {
 }
 
 /// Returns one AMI. Fails if there is no such AMI.
-pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Result<ImageFacts, Error> {
+pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Result<AwsImageFacts, Error> {
     let what = format!("{what} {id}");
     let ask = ec2.client.describe_images().image_ids(id);
     let found = ec2.call("DescribeImages", id, &what, until, || ask.clone().send()).await?;
@@ -206,7 +206,7 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
 }
 
 /// Returns the facts of an AMI that VMs can be made of.
-fn available(image: aws_sdk_ec2::types::Image, what: &str) -> Result<ImageFacts, Error> {
+fn available(image: aws_sdk_ec2::types::Image, what: &str) -> Result<AwsImageFacts, Error> {
     match &image.state {
         Some(ImageState::Available) | None => {}
         Some(ImageState::Pending) => {
@@ -226,7 +226,7 @@ pub(crate) async fn newest(
     name: &str,
     owners: &[String],
     arch: &str,
-) -> Result<ImageFacts, Error> {
+) -> Result<AwsImageFacts, Error> {
     let what = format!("find the image {name}");
     let filter = |name: &str, value: &str| Filter::builder().name(name).values(value).build();
     let filters = vec![filter("name", name), filter("architecture", arch), filter("state", "available")];
@@ -244,13 +244,13 @@ pub(crate) async fn newest(
     })
 }
 
-fn facts_of(image: aws_sdk_ec2::types::Image) -> Option<ImageFacts> {
+fn facts_of(image: aws_sdk_ec2::types::Image) -> Option<AwsImageFacts> {
     let mappings = image.block_device_mappings.unwrap_or_default();
     let root = mappings
         .iter()
         .find(|one| one.device_name == image.root_device_name)
         .and_then(|one| one.ebs.as_ref());
-    Some(ImageFacts {
+    Some(AwsImageFacts {
         id: image.image_id?,
         name: image.name.unwrap_or_default(),
         arch: image.architecture.map(|arch| arch.as_str().to_owned()).unwrap_or_default(),

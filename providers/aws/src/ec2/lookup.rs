@@ -4,7 +4,7 @@ use std::future::Future;
 
 use peerpod_provider_api::Error;
 
-use crate::ec2::refusal::Failure;
+use crate::ec2::refusal::AwsFailure;
 
 /// Makes a call for several objects. EC2 refuses the whole call because of one unknown id and names it; the call is then
 /// made for the others. Returns the answer, if EC2 knows any of the ids, and the unknown ids.
@@ -15,7 +15,7 @@ pub(crate) async fn of_known<A, F>(
     call: impl Fn(Vec<String>) -> F,
 ) -> Result<(Option<A>, Vec<String>), Error>
 where
-    F: Future<Output = Result<A, Failure>>,
+    F: Future<Output = Result<A, AwsFailure>>,
 {
     let mut unknown = Vec::new();
     while !ids.is_empty() {

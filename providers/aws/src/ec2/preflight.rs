@@ -9,12 +9,12 @@ use peerpod_provider_api::{Error, Preflight};
 use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::until;
 
-use crate::config::{AwsConfig, Launch};
+use crate::config::{AwsConfig, AwsLaunchCall};
 use crate::ec2::cache::DRY_RUN;
 use crate::ec2::create::specification;
-use crate::ec2::facts::Facts;
-use crate::ec2::provider::Connected;
-use crate::ec2::shape::Shape;
+use crate::ec2::facts::AwsFacts;
+use crate::ec2::provider::AwsConnection;
+use crate::ec2::shape::AwsVmSpec;
 use crate::ec2::{Aws, quota, remove, vms};
 
 /// Subnets with fewer free addresses cause a warning.
@@ -29,7 +29,7 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-async fn check(aws: &Aws, connected: &Connected) -> Result<Preflight, Error> {
+async fn check(aws: &Aws, connected: &AwsConnection) -> Result<Preflight, Error> {
     let facts = aws.facts(true).await;
     let listed = vms::all_of(&connected.ec2, &aws.owner, until()).await;
     let launch = match &facts {
@@ -79,7 +79,7 @@ async fn check(aws: &Aws, connected: &Connected) -> Result<Preflight, Error> {
     Ok(found)
 }
 
-fn said(aws: &Aws, connected: &Connected, facts: &Facts) -> Vec<String> {
+fn said(aws: &Aws, connected: &AwsConnection, facts: &AwsFacts) -> Vec<String> {
     let zones: Vec<String> = facts.subnets.iter().map(|one| format!("{} ({})", one.id, one.zone)).collect();
     let image = facts.image.as_ref().map_or_else(
         || "the launch template's image".to_owned(),
@@ -97,21 +97,21 @@ fn said(aws: &Aws, connected: &Connected, facts: &Facts) -> Vec<String> {
 
 /// Whether no dry run of a fleet is possible: it needs a launch template, and a dry preflight makes none.
 fn leaves_fleet_out(config: &AwsConfig) -> bool {
-    config.dry && config.launch == Launch::Fleet && config.launch_template.is_none()
+    config.dry && config.launch == AwsLaunchCall::Fleet && config.launch_template.is_none()
 }
 
 /// Makes a dry-run launch, which EC2 checks but does not execute.
-async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(), Error> {
+async fn may_launch(aws: &Aws, connected: &AwsConnection, facts: &AwsFacts) -> Result<(), Error> {
     let ec2 = &connected.ec2;
     let config = &aws.config;
     let what = "check that VMs may be made";
     let shape = facts.image.clone().map(|image| {
-        Shape::new(config, image, &facts.security_groups, config.use_public_ip, config.confidential)
+        AwsVmSpec::new(config, image, &facts.security_groups, config.use_public_ip, config.confidential)
     });
     let subnet = facts.subnets.first().map(|subnet| subnet.id.clone());
     let template = match config.launch {
-        Launch::Fleet => Some(aws.template(ec2, shape.as_ref(), until()).await?),
-        Launch::Run => None,
+        AwsLaunchCall::Fleet => Some(aws.template(ec2, shape.as_ref(), until()).await?),
+        AwsLaunchCall::Run => None,
     };
     let answer = if let Some(template) = template.filter(|_| !leaves_fleet_out(config)) {
         let specification = specification(&template, config.launch_template.is_none());

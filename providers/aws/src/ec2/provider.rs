@@ -17,21 +17,21 @@ use peerpod_provider_api::{
     Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{
-    Kept, Look, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates, offerings,
-    until, wait_for,
+    Kept, Look, Lookup, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window, check_creates,
+    offerings, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use crate::config::{AwsConfig, Image, is_id};
+use crate::config::{AwsConfig, AwsImage, is_id};
 use crate::ec2::client::{self, Ec2};
-use crate::ec2::create::Launch;
+use crate::ec2::create::AwsLaunch;
 use crate::ec2::events;
-use crate::ec2::facts::{FRESH, Facts, Subnet};
+use crate::ec2::facts::{AwsFacts, FRESH, Subnet};
 use crate::ec2::remove::{self, Terminate};
-use crate::ec2::shape::ImageFacts;
-use crate::ec2::vms::{self, Vm};
+use crate::ec2::shape::AwsImageFacts;
+use crate::ec2::vms::{self, AwsVm};
 use crate::ec2::volumes;
 
 /// User-data limit before base64 (EC2 User Guide, "Run commands at launch"); it also holds for a fleet.
@@ -56,20 +56,20 @@ pub(crate) struct Aws {
     pub(crate) spots: events::Spots,
     strays: Strays,
     scheduler: Scheduler,
-    connection: OnceCell<Connected>,
-    pub(super) facts: Kept<Facts>,
+    connection: OnceCell<AwsConnection>,
+    pub(super) facts: Kept<AwsFacts>,
     /// Names of existing launch templates.
     pub(super) templates: Mutex<HashSet<String>>,
     pub(super) second: Lock<Vec<Subnet>>,
     /// Image of the configured name for the architecture other than the configured one.
-    pub(super) other_image: Kept<ImageFacts>,
+    pub(super) other_image: Kept<AwsImageFacts>,
 }
 
 /// The client, and the batchers that collect calls for it.
-pub(crate) struct Connected {
+pub(crate) struct AwsConnection {
     pub(crate) ec2: Ec2,
-    pub(crate) inspect: vms::VmLookup,
-    pub(crate) look_in_a_burst: vms::VmLookup,
+    pub(crate) inspect: Lookup<AwsVm>,
+    pub(crate) look_in_a_burst: Lookup<AwsVm>,
     pub(crate) terminate: Terminate,
     pub(crate) volumes: volumes::VolumeLookup,
 }
@@ -108,10 +108,10 @@ pub(super) fn arch(config: &AwsConfig) -> Arch {
 
 impl Aws {
     /// Returns the client; connects at first use.
-    pub(crate) async fn ec2(&self) -> Result<&Connected, Error> {
+    pub(crate) async fn ec2(&self) -> Result<&AwsConnection, Error> {
         let connect = || async {
             let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
-            Ok(Connected {
+            Ok(AwsConnection {
                 inspect: vms::inspect(ec2.clone(), Window::LIST),
                 look_in_a_burst: vms::inspect(ec2.clone(), vms::IN_A_BURST),
                 terminate: remove::terminate(ec2.clone(), self.owner.clone()),
@@ -128,8 +128,8 @@ impl Aws {
         &self,
         id: &InstanceId,
         what: &str,
-        is_as_wanted: impl Fn(&Vm) -> bool,
-    ) -> Result<Vm, Error> {
+        is_as_wanted: impl Fn(&AwsVm) -> bool,
+    ) -> Result<AwsVm, Error> {
         let connected = self.ec2().await?;
         let look = || async {
             let inspect = match self.recent.is_burst(Instant::now()) {
@@ -174,7 +174,7 @@ impl Aws {
             gpus: true,
             // A name may match an image of each architecture; an id is an image of one.
             archs: match &self.config.image {
-                Image::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
+                AwsImage::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
                 _ => vec![arch(&self.config)],
             },
             confidential: vec![Confidential::SevSnp],
@@ -228,7 +228,7 @@ impl Aws {
         let ec2 = &self.ec2().await?.ec2;
         let image = self.own_image(ec2, request, until).await?;
         let launch =
-            Launch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
+            AwsLaunch { aws: self, ec2, facts: &facts, request, key, offerings: &offerings, image, until };
         launch.go(count).await
     }
 }

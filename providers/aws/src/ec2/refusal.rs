@@ -10,7 +10,7 @@ use Meaning::{Auth, Capacity, Invalid, KeyReused, NotFound, Quota, Throttled, Tr
 
 /// Failed call: the error to return, and EC2's answer.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct AwsFailure {
     pub error: Error,
     /// EC2's code and message; empty if EC2 did not answer.
     code: String,
@@ -31,14 +31,14 @@ pub(crate) enum Why {
     Unsent(String),
 }
 
-impl Failure {
+impl AwsFailure {
     /// Returns the failure of this call of an action, like `CreateFleet`, for an attempt, like `create of web-0`.
-    pub(crate) fn new(action: &str, what: &str, why: Why) -> Failure {
-        Failure::of(&REFUSALS, action, what, why)
+    pub(crate) fn new(action: &str, what: &str, why: Why) -> AwsFailure {
+        AwsFailure::of(&REFUSALS, action, what, why)
     }
 
-    /// Same as [`Failure::new`], for another service of AWS.
-    pub(crate) fn of(refusals: &Refusals, action: &str, what: &str, why: Why) -> Failure {
+    /// Same as [`AwsFailure::new`], for another service of AWS.
+    pub(crate) fn of(refusals: &Refusals, action: &str, what: &str, why: Why) -> AwsFailure {
         let (mut code, mut message) = (String::new(), String::new());
         let error = match why {
             Why::Said { code: said, message: words, status } => {
@@ -59,7 +59,7 @@ impl Failure {
                 clip(&why)
             )),
         };
-        Failure { error: error.during(what), code, message }
+        AwsFailure { error: error.during(what), code, message }
     }
 
     /// Returns EC2's error code; empty without one.
@@ -77,19 +77,19 @@ impl Failure {
     }
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Failure {
-        Failure { error, code: String::new(), message: String::new() }
+impl From<Error> for AwsFailure {
+    fn from(error: Error) -> AwsFailure {
+        AwsFailure { error, code: String::new(), message: String::new() }
     }
 }
 
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Error {
+impl From<AwsFailure> for Error {
+    fn from(failure: AwsFailure) -> Error {
         failure.error
     }
 }
 
-impl AsRef<Error> for Failure {
+impl AsRef<Error> for AwsFailure {
     fn as_ref(&self) -> &Error {
         &self.error
     }
@@ -253,7 +253,7 @@ mod tests {
 
     fn said(code: &str, status: u16, message: &str) -> Error {
         let why = Why::Said { code: code.to_owned(), message: message.to_owned(), status };
-        Failure::new("CreateFleet", "create of web-0", why).error
+        AwsFailure::new("CreateFleet", "create of web-0", why).error
     }
 
     #[test]
@@ -310,12 +310,12 @@ mod tests {
     fn the_missing_ids_are_found_in_the_message() {
         let message = "The instance IDs 'i-0123, i-4567' do not exist".to_owned();
         let why = Why::Said { code: "InvalidInstanceID.NotFound".to_owned(), message, status: 400 };
-        assert_eq!(Failure::new("TerminateInstances", "", why).ids("i-"), ["i-0123", "i-4567"]);
+        assert_eq!(AwsFailure::new("TerminateInstances", "", why).ids("i-"), ["i-0123", "i-4567"]);
     }
 
     #[test]
     fn a_call_without_an_answer_may_have_had_its_effect() {
-        let refusal = |why| Failure::new("CreateFleet", "create of a", why).error;
+        let refusal = |why| AwsFailure::new("CreateFleet", "create of a", why).error;
         assert_eq!(refusal(Why::NoAnswer("reset".into())).class(), "transient");
         let none = refusal(Why::NoCredentials("no providers".into()));
         assert!(none.class() == "auth" && none.to_string().contains("IRSA"), "{none}");

@@ -25,7 +25,7 @@ const HOPS: i32 = 1;
 
 /// Facts about an AMI that a launch depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ImageFacts {
+pub(crate) struct AwsImageFacts {
     pub id: String,
     pub name: String,
     /// Architecture: `x86_64` or `arm64`.
@@ -51,8 +51,8 @@ macro_rules! said {
 
 /// Parameters that VMs of one profile have in common.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Shape {
-    pub image: ImageFacts,
+pub(crate) struct AwsVmSpec {
+    pub image: AwsImageFacts,
     pub security_groups: Vec<String>,
     pub key_name: Option<String>,
     pub instance_profile: Option<String>,
@@ -62,15 +62,15 @@ pub(crate) struct Shape {
     pub root: RootDisk,
 }
 
-impl Shape {
+impl AwsVmSpec {
     pub(crate) fn new(
         config: &AwsConfig,
-        image: ImageFacts,
+        image: AwsImageFacts,
         groups: &[String],
         public_ip: bool,
         sev_snp: bool,
-    ) -> Shape {
-        Shape {
+    ) -> AwsVmSpec {
+        AwsVmSpec {
             image,
             security_groups: groups.to_vec(),
             key_name: config.key_name.clone(),
@@ -140,14 +140,14 @@ impl Shape {
     }
 
     /// Builds the root disk of another image, in place of the template's root disk.
-    pub(crate) fn fleet_root(&self, image: &ImageFacts) -> Option<FleetBlockDeviceMappingRequest> {
+    pub(crate) fn fleet_root(&self, image: &AwsImageFacts) -> Option<FleetBlockDeviceMappingRequest> {
         let root = self.root_of(image)?;
         let ebs = said!(FleetEbsBlockDeviceRequest::builder(), root);
         Some(FleetBlockDeviceMappingRequest::builder().device_name(root.device).ebs(ebs.build()).build())
     }
 
     /// Builds the root disk for RunInstances.
-    pub(crate) fn run_root(&self, image: &ImageFacts) -> Option<BlockDeviceMapping> {
+    pub(crate) fn run_root(&self, image: &AwsImageFacts) -> Option<BlockDeviceMapping> {
         let root = self.root_of(image)?;
         let ebs = said!(EbsBlockDevice::builder(), root);
         Some(BlockDeviceMapping::builder().device_name(root.device).ebs(ebs.build()).build())
@@ -199,7 +199,7 @@ impl Shape {
     }
 
     /// Returns the parameters of the root disk; `None` if the image has no root device.
-    fn root_of(&self, image: &ImageFacts) -> Option<Root> {
+    fn root_of(&self, image: &AwsImageFacts) -> Option<Root> {
         let RootDisk { size_gib, encrypted, kms_key_id } = &self.root;
         let number = |value: u32| i32::try_from(value).unwrap_or(i32::MAX);
         Some(Root {
@@ -246,9 +246,9 @@ pub(crate) fn marks(tags: Option<Vec<Tag>>) -> Marks {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) fn shape() -> Shape {
-        Shape {
-            image: ImageFacts {
+    pub(crate) fn shape() -> AwsVmSpec {
+        AwsVmSpec {
+            image: AwsImageFacts {
                 id: "ami-1".into(),
                 name: "podvm".into(),
                 arch: "x86_64".into(),
@@ -286,7 +286,7 @@ pub(crate) mod tests {
         let (one, same) = (shape(), shape());
         assert_eq!(one.template_name("c"), same.template_name("c"));
         assert_ne!(one.template_name("c"), one.template_name("d"));
-        let changes: [fn(&mut Shape); 8] = [
+        let changes: [fn(&mut AwsVmSpec); 8] = [
             |s| s.image.id = "ami-2".into(),
             |s| s.security_groups.push("sg-2".into()),
             |s| s.key_name = Some("k".into()),
@@ -306,17 +306,18 @@ pub(crate) mod tests {
     #[test]
     fn a_root_disk_is_never_smaller_than_its_image() {
         let shape = shape();
-        let large = ImageFacts { root_gib: 64, root_device: Some("/dev/sda1".into()), ..shape.image.clone() };
+        let large =
+            AwsImageFacts { root_gib: 64, root_device: Some("/dev/sda1".into()), ..shape.image.clone() };
         let mapping = shape.fleet_root(&large).unwrap();
         assert_eq!(mapping.device_name.as_deref(), Some("/dev/sda1"));
         assert_eq!(mapping.ebs.unwrap().volume_size, Some(64));
-        let odd = ImageFacts { root_device: None, ..shape.image.clone() };
+        let odd = AwsImageFacts { root_device: None, ..shape.image.clone() };
         assert_eq!(shape.run_root(&odd), None, "without a root device it gets no settings");
     }
 
     #[test]
     fn a_public_address_and_its_groups_are_on_the_nic() {
-        let data = Shape { public_ip: true, ..shape() }.template();
+        let data = AwsVmSpec { public_ip: true, ..shape() }.template();
         assert_eq!(data.security_group_ids, None);
         let nic = data.network_interfaces.unwrap().remove(0);
         assert_eq!(nic.associate_public_ip_address, Some(true));

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::lookup;
-use crate::ec2::refusal::Failure;
+use crate::ec2::refusal::AwsFailure;
 use crate::ec2::shape::marks;
 
 /// Maximum number of VMs in a page.
@@ -24,7 +24,7 @@ const MAX_PAGES: usize = 1000;
 
 /// A VM as EC2 shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Vm {
+pub(crate) struct AwsVm {
     pub id: String,
     pub state: VmState,
     pub machine: Option<String>,
@@ -40,8 +40,8 @@ pub(crate) struct Vm {
     pub reason: Option<String>,
 }
 
-impl Vm {
-    fn of(vm: Instance) -> Option<Vm> {
+impl AwsVm {
+    fn of(vm: Instance) -> Option<AwsVm> {
         let address = |text: Option<&String>| text.and_then(|text| text.parse::<IpAddr>().ok());
         let nics = vm.network_interfaces.unwrap_or_default();
         let public = address(vm.public_ip_address.as_ref()).or_else(|| {
@@ -60,7 +60,7 @@ impl Vm {
             _ => VmState::Pending,
         };
         let devices = vm.block_device_mappings.unwrap_or_default();
-        Some(Vm {
+        Some(AwsVm {
             id: vm.instance_id?,
             state,
             machine: vm.instance_type.map(|machine| machine.as_str().to_owned()),
@@ -87,15 +87,13 @@ impl Vm {
     }
 }
 
-/// Batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
-pub(crate) type VmLookup = Lookup<Vm>;
-
 /// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
 /// would contain one VM. This window closes before a guest has booted.
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
-pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
+/// Returns the batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
+pub(crate) fn inspect(ec2: Ec2, window: Window) -> Lookup<AwsVm> {
     batch::lookup(window, move |ids, until| {
         let found = by_ids(ec2.clone(), ids, until);
         async move { Ok(found.await?.0) }
@@ -107,7 +105,7 @@ pub(crate) async fn by_ids(
     ec2: Ec2,
     ids: Vec<String>,
     until: Instant,
-) -> Result<(HashMap<String, Vm>, Vec<String>), Error> {
+) -> Result<(HashMap<String, AwsVm>, Vec<String>), Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
         let what = what("look at", "VM", &ids);
@@ -120,13 +118,13 @@ pub(crate) async fn by_ids(
     Ok((found.collect(), unknown))
 }
 
-fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Vm> {
+fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = AwsVm> {
     let vms = reservations.unwrap_or_default().into_iter().flat_map(|one| one.instances.unwrap_or_default());
-    vms.filter_map(Vm::of)
+    vms.filter_map(AwsVm::of)
 }
 
 /// Returns every VM of this owner that is not terminated, from all pages.
-pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Vm>, Error> {
+pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<AwsVm>, Error> {
     let mut filters = of_owner(owner);
     filters.push(not_gone());
     let mut found = list(ec2, filters, "list our VMs", until).await?;
@@ -149,7 +147,7 @@ pub(crate) async fn by_key(
     key: &IdempotencyKey,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Error> {
+) -> Result<Vec<AwsVm>, Error> {
     let mut found = list(ec2, vec![tag(KEY, key.as_str()), not_gone()], what, until).await?;
     found.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(found)
@@ -161,7 +159,7 @@ pub(crate) async fn list(
     filters: Vec<Filter>,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Error> {
+) -> Result<Vec<AwsVm>, Error> {
     let ask = ec2.client.describe_instances().set_filters(Some(filters)).max_results(PAGE);
     Ok(pages(ec2, ask, "list", what, until).await?)
 }
@@ -173,7 +171,7 @@ async fn pages(
     subject: &str,
     what: &str,
     until: Instant,
-) -> Result<Vec<Vm>, Failure> {
+) -> Result<Vec<AwsVm>, AwsFailure> {
     let mut seen = Vec::new();
     for _ in 0..MAX_PAGES {
         let page = ec2.call("DescribeInstances", subject, what, until, || ask.clone().send()).await?;
