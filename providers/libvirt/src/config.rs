@@ -79,7 +79,7 @@ pub enum Boot {
     /// A disk.
     Disk {
         /// Image of the disk.
-        image: Image,
+        image: LibvirtImage,
         /// Firmware that boots the disk.
         firmware: Firmware,
     },
@@ -98,7 +98,7 @@ pub struct File {
 
 /// Source of a disk image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Image {
+pub enum LibvirtImage {
     /// A file on the node; uploaded once, by digest.
     File(File),
     /// A volume that is in the pool.
@@ -275,8 +275,8 @@ fn boot(section: &mut Reader, creates: bool) -> Boot {
     };
     match (kernel, image, volume) {
         (Some(kernel), None, None) => Boot::Kernel { kernel, initrd, cmdline },
-        (None, Some(file), None) => Boot::Disk { image: Image::File(file), firmware },
-        (None, None, Some(volume)) => Boot::Disk { image: Image::Volume(volume), firmware },
+        (None, Some(file), None) => Boot::Disk { image: LibvirtImage::File(file), firmware },
+        (None, None, Some(volume)) => Boot::Disk { image: LibvirtImage::Volume(volume), firmware },
         (None, None, None) => {
             if creates {
                 section

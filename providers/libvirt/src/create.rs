@@ -8,13 +8,13 @@ use peerpod_provider_api::{
     IdempotencyKey, InstanceId, Retry,
 };
 
-use crate::config::{Boot, Firmware, Image, LibvirtConfig, UserData};
+use crate::config::{Boot, Firmware, LibvirtConfig, LibvirtImage, UserData};
 use crate::disks::{self, DiskSource};
 use crate::marks::{Marks, PREFIX, URI, VmNames, uuid_text};
 use crate::rpc::calls::{Domain, Named, Volume};
-use crate::rpc::{Connection, RpcError};
+use crate::rpc::{LibvirtConnection, RpcError};
 use crate::store::{Use, is_there};
-use crate::xml::{self, Disk, Machine, Start, child};
+use crate::xml::{self, DomainDisk, Machine, Start, child};
 use crate::{Shared, seed};
 
 /// Suffixes of a VM's files, after the domain's name.
@@ -37,7 +37,7 @@ struct Plan {
     start: Start,
     /// Path, format, and size in bytes of the disk image.
     base: Option<(String, &'static str, u64)>,
-    disks: Vec<Disk>,
+    disks: Vec<DomainDisk>,
 }
 
 impl Shared {
@@ -94,7 +94,11 @@ impl Shared {
     }
 
     /// Describes a disk of the pod for libvirt; the caller still chooses its target.
-    pub(crate) async fn disk(&self, libvirt: &Connection, request: &DiskRequest) -> Result<Disk, Error> {
+    pub(crate) async fn disk(
+        &self,
+        libvirt: &LibvirtConnection,
+        request: &DiskRequest,
+    ) -> Result<DomainDisk, Error> {
         let DiskRequest { volume, read_only, zone: _ } = request;
         let about = |error: Error| error.during(format_args!("disk {volume}"));
         let source = disks::parse(volume, &self.config).map_err(|why| about(Error::invalid(why)))?;
@@ -112,13 +116,13 @@ impl Shared {
             (_, format) = found.await.map_err(about)?;
         }
         let serial = disks::serial(volume);
-        Ok(Disk { source, format, serial, target: String::new(), read_only: *read_only })
+        Ok(DomainDisk { source, format, serial, target: String::new(), read_only: *read_only })
     }
 }
 
 /// Returns the volume with this name, and its format; `None`: there is none.
 async fn find(
-    libvirt: &Connection,
+    libvirt: &LibvirtConnection,
     pool: &Named,
     name: &str,
 ) -> Result<Option<(Volume, &'static str)>, Error> {
@@ -133,7 +137,7 @@ async fn find(
 #[derive(Clone, Copy)]
 struct Creation<'a> {
     shared: &'a Shared,
-    libvirt: &'a Connection,
+    libvirt: &'a LibvirtConnection,
     identity: &'a VmNames,
     request: &'a CreateRequest,
     key: &'a IdempotencyKey,
@@ -235,7 +239,7 @@ impl Creation<'_> {
         let (mut start, mut base) = (Start::Nothing, None);
         let images = &shared.images;
         match (&self.config().boot, &request.image) {
-            (_, Some(volume)) | (Boot::Disk { image: Image::Volume(volume), .. }, None) => {
+            (_, Some(volume)) | (Boot::Disk { image: LibvirtImage::Volume(volume), .. }, None) => {
                 base = Some(self.volume_base(&pool, volume).await?);
             }
             (Boot::Kernel { kernel, initrd, cmdline }, None) if shared.is_real() => {
@@ -246,7 +250,7 @@ impl Creation<'_> {
                 };
                 start = Start::Kernel { kernel, initrd, cmdline: self.cmdline(cmdline, kind) };
             }
-            (Boot::Disk { image: Image::File(file), .. }, None) if shared.is_real() => {
+            (Boot::Disk { image: LibvirtImage::File(file), .. }, None) if shared.is_real() => {
                 let (path, known) = images.place(libvirt, &pool, file, Use::Disk).await?;
                 base = Some((path, known.format, known.disk_bytes));
             }
@@ -276,10 +280,10 @@ impl Creation<'_> {
         Ok((self.libvirt.volume_path(&volume).await?, format, bytes))
     }
 
-    async fn disks(self, folder: &str, boots: bool) -> Result<Vec<Disk>, Error> {
+    async fn disks(self, folder: &str, boots: bool) -> Result<Vec<DomainDisk>, Error> {
         let Creation { shared, libvirt, identity, request, .. } = self;
         let file = |name: &str| DiskSource::File(format!("{folder}/{}{name}", identity.name));
-        let own = |source, format, serial: &str, read_only| Disk {
+        let own = |source, format, serial: &str, read_only| DomainDisk {
             source,
             format,
             serial: serial.to_owned(),

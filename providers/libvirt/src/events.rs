@@ -17,7 +17,7 @@ use crate::kind::is_trial;
 use crate::marks::uuid_text;
 use crate::rpc::calls::Domain;
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, DomainEvent, RpcError, unless_absent};
+use crate::rpc::{DomainEvent, LibvirtConnection, RpcError, unless_absent};
 
 /// `VIR_DOMAIN_EVENT_STARTED`.
 const STARTED: i32 = 2;
@@ -83,7 +83,7 @@ async fn listen(shared: Weak<Shared>) {
 }
 
 /// Handles the events of this connection until it closes.
-async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
+async fn hear(shared: &Weak<Shared>, libvirt: &LibvirtConnection) -> Result<(), RpcError> {
     let mut events = libvirt.events();
     compare(shared, libvirt).await?;
     if let Some(shared) = shared.upgrade() {
@@ -124,7 +124,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
 }
 
 /// Compares the recorded VMs with libvirt's: a VM that was running and no longer is has ended.
-async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
+async fn compare(shared: &Weak<Shared>, libvirt: &LibvirtConnection) -> Result<(), RpcError> {
     let Some(shared) = shared.upgrade() else { return Ok(()) };
     let prefix = crate::marks::prefix(&shared.owner);
     let before: Vec<Uuid> = shared.lives.lock().running.iter().copied().collect();

@@ -6,7 +6,7 @@ use std::path::Path;
 use peerpod_common::files;
 use serde::Deserialize;
 
-use crate::config::{Boot, Image, LibvirtConfig};
+use crate::config::{Boot, LibvirtConfig, LibvirtImage};
 
 /// The largest `image.json` that is read, in bytes.
 const LARGEST: u64 = 4 << 20;
@@ -35,8 +35,8 @@ struct GuestMemory {
 pub(crate) fn of(config: &LibvirtConfig) -> u64 {
     let file = match &config.boot {
         Boot::Kernel { kernel, .. } => kernel,
-        Boot::Disk { image: Image::File(file), .. } => file,
-        Boot::Disk { image: Image::Volume(_), .. } | Boot::Nothing => return 0,
+        Boot::Disk { image: LibvirtImage::File(file), .. } => file,
+        Boot::Disk { image: LibvirtImage::Volume(_), .. } | Boot::Nothing => return 0,
     };
     match read(&file.path) {
         Ok(Some(GuestMemory { base_mib, images_mib })) => {

@@ -8,12 +8,12 @@ use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Preflight};
 use tokio::time::{Instant, sleep};
 
 use crate::Shared;
-use crate::config::{Boot, Image, Plug};
+use crate::config::{Boot, LibvirtImage, Plug};
 use crate::create::{CONSOLE, id_of};
 use crate::marks::{Marks, URI, uuid_of};
 use crate::reserve::Dhcp;
 use crate::rpc::calls::{AddressSource, Domain, NicAddress};
-use crate::rpc::{Connection, RpcError, unless_absent};
+use crate::rpc::{LibvirtConnection, RpcError, unless_absent};
 use crate::store::Use;
 
 /// Pauses between two lookups of an address grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, as a share of the time waited
@@ -30,7 +30,7 @@ impl Shared {
     /// Returns the marks on a domain; `None`: not a domain of this provider.
     pub(crate) async fn marks(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         domain: &Domain,
     ) -> Result<Option<Marks>, RpcError> {
         Ok(libvirt.metadata(domain, URI).await?.as_deref().and_then(Marks::read))
@@ -46,7 +46,7 @@ impl Shared {
     }
 
     /// Returns a VM's entry in the list; `None` if it is gone since, or has another owner.
-    async fn inspect(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
+    async fn inspect(&self, libvirt: &LibvirtConnection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
         let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
         let Some((marks, state)) = unless_absent(seen)? else { return Ok(None) };
         let Some(marks) = marks.filter(|marks| marks.are_of(&self.owner)) else { return Ok(None) };
@@ -67,7 +67,7 @@ impl Shared {
     }
 
     /// Returns an existing VM of this owner.
-    pub(crate) async fn find(&self, libvirt: &Connection, id: &InstanceId) -> Result<Domain, Error> {
+    pub(crate) async fn find(&self, libvirt: &LibvirtConnection, id: &InstanceId) -> Result<Domain, Error> {
         let absent = || Error::not_found("there is no such VM");
         let uuid = uuid_of(id).ok_or_else(absent)?;
         let domain = libvirt.domain(&uuid).await?.ok_or_else(absent)?;
@@ -106,7 +106,7 @@ impl Shared {
     }
 
     /// Returns the addresses of the first NIC that are known so far, IPv4 first.
-    async fn seen(&self, libvirt: &Connection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
+    async fn seen(&self, libvirt: &LibvirtConnection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
         let source = match &self.config.network {
             Plug::Network(_) => AddressSource::Lease,
             // The DHCP server is not libvirt's: only the host's neighbour table knows the addresses.
@@ -130,7 +130,7 @@ impl Shared {
     }
 
     /// Returns whether VMs get IPv4 addresses from libvirt; `false` if this cannot be determined.
-    async fn gives_ipv4(&self, libvirt: &Connection) -> bool {
+    async fn gives_ipv4(&self, libvirt: &LibvirtConnection) -> bool {
         let Plug::Network(name) = &self.config.network else { return false };
         let Ok(network) = libvirt.network(name).await else { return false };
         libvirt.network_xml(&network).await.is_ok_and(|xml| Dhcp::read(&xml).is_some())
@@ -205,7 +205,7 @@ impl Shared {
     /// Checks a network; returns the addresses that this host has on it.
     async fn network(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         name: &str,
         found: &mut Preflight,
     ) -> Result<Vec<IpAddr>, Error> {
@@ -237,11 +237,11 @@ impl Shared {
                     say("initrd", &initrd.path, &known.sha256);
                 }
             }
-            Boot::Disk { image: Image::File(file), .. } => {
+            Boot::Disk { image: LibvirtImage::File(file), .. } => {
                 let known = self.images.know(file, Use::Disk).await?;
                 say("image", &file.path, &known.sha256);
             }
-            Boot::Disk { image: Image::Volume(_), .. } | Boot::Nothing => {}
+            Boot::Disk { image: LibvirtImage::Volume(_), .. } | Boot::Nothing => {}
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use crate::config::Acceleration;
 use crate::kvm;
 use crate::probe;
 use crate::rpc::calls::{Domain, Volume};
-use crate::rpc::{Connection, RpcError, unless_absent};
+use crate::rpc::{LibvirtConnection, RpcError, unless_absent};
 use crate::xml;
 
 const ATTEMPT: &str = "find out whether KVM works";
@@ -113,7 +113,7 @@ impl Proof {
 
 impl Shared {
     /// Returns the kind of domain that can be started here, found by starting one.
-    pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
+    pub(crate) async fn kind(&self, libvirt: &LibvirtConnection) -> Result<&'static str, Error> {
         if !self.is_real() {
             return Ok("test");
         }
@@ -141,7 +141,7 @@ impl Shared {
     /// Returns the fault of KVM; `None`: it works, or, with [`LibvirtConfig::dry`], neither kernel nor libvirtd refuses it.
     ///
     /// [`LibvirtConfig::dry`]: crate::LibvirtConfig::dry
-    async fn fault(&self, libvirt: &Connection) -> Result<Option<Fault>, Error> {
+    async fn fault(&self, libvirt: &LibvirtConnection) -> Result<Option<Fault>, Error> {
         if let Some(fault) = self.refused(libvirt).await {
             return Ok(Some(fault));
         }
@@ -164,7 +164,7 @@ impl Shared {
 
     /// Asks the kernel, where libvirtd is on this host, and then libvirtd. `None`: neither refuses KVM, so a trial
     /// decides.
-    async fn refused(&self, libvirt: &Connection) -> Option<Fault> {
+    async fn refused(&self, libvirt: &LibvirtConnection) -> Option<Fault> {
         let mut makes_vms = false;
         if self.config.address.is_own {
             let asked = spawn_blocking(|| kvm::ask(Path::new(kvm::DEVICE)));
@@ -190,7 +190,7 @@ impl Shared {
     /// Returns whether guest code runs in a domain with KVM. A successful start is no proof: on some hosts KVM makes
     /// VMs and never executes an instruction. The inner error is libvirt's refusal of such a domain. Without a disk to boot,
     /// the trial has no result and this fails.
-    async fn runs(&self, libvirt: &Connection) -> Result<Result<Proof, RpcError>, Error> {
+    async fn runs(&self, libvirt: &LibvirtConnection) -> Result<Result<Proof, RpcError>, Error> {
         let name = self.trial();
         let (volume, sector) = self.sector(libvirt, &name).await.map_err(|error| {
             let make = format!("make a disk in pool {}", self.config.pool);
@@ -212,7 +212,7 @@ impl Shared {
     }
 
     /// Makes the disk that a trial VM boots; returns it with its path on the host.
-    async fn sector(&self, libvirt: &Connection, name: &str) -> Result<(Volume, String), RpcError> {
+    async fn sector(&self, libvirt: &LibvirtConnection, name: &str) -> Result<(Volume, String), RpcError> {
         let pool = libvirt.pool(&self.config.pool).await?;
         let xml = xml::volume(&format!("{name}{DISK}"), "raw", probe::DISK, None);
         let volume = libvirt.create_volume(&pool, &xml).await?;
@@ -227,7 +227,12 @@ impl Shared {
         Ok((volume, path?))
     }
 
-    async fn try_kvm(&self, libvirt: &Connection, name: &str, sector: &str) -> Result<Proof, RpcError> {
+    async fn try_kvm(
+        &self,
+        libvirt: &LibvirtConnection,
+        name: &str,
+        sector: &str,
+    ) -> Result<Proof, RpcError> {
         let domain = self.probe(libvirt, name, "kvm", sector).await?;
         let mut emulated = None;
         let outcome = self.watch(libvirt, &domain, sector, &mut emulated).await;
@@ -246,7 +251,7 @@ impl Shared {
     /// Waits for the end of a VM with KVM. When that takes long, starts an `emulated` VM to compare it with.
     async fn watch(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         domain: &Domain,
         sector: &str,
         emulated: &mut Option<Domain>,
@@ -276,7 +281,7 @@ impl Shared {
 
     async fn probe(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         name: &str,
         kind: &str,
         sector: &str,
@@ -297,7 +302,7 @@ fn is_of(error: &RpcError, disk: &str) -> bool {
 }
 
 /// Deletes a trial's disk. If that fails, the next start of the provider removes it.
-async fn discard(libvirt: &Connection, volume: &Volume) {
+async fn discard(libvirt: &LibvirtConnection, volume: &Volume) {
     if let Err(error) = libvirt.delete_volume(volume).await {
         tracing::warn!(name = volume.name, "cannot remove a disk that KVM was tried with: {error}");
     }
@@ -317,14 +322,14 @@ pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
     began.is_some_and(|began| now.saturating_sub(began) < YOUNG)
 }
 
-async fn has_ended(libvirt: &Connection, domain: &Domain) -> Result<bool, RpcError> {
+async fn has_ended(libvirt: &LibvirtConnection, domain: &Domain) -> Result<bool, RpcError> {
     unless_absent(libvirt.state(domain).await).map(|state| state.is_none())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rpc::message::Failure;
+    use crate::rpc::message::LibvirtFailure;
 
     #[test]
     fn a_slow_host_is_no_proof_against_kvm() {
@@ -353,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_cannot_be_had_is_no_proof_against_kvm() {
-        let failed = |text: &str| RpcError::Failed(Failure { code: 1, text: text.into() });
+        let failed = |text: &str| RpcError::Failed(LibvirtFailure { code: 1, text: text.into() });
         let denied = failed("internal error: Could not open '/pool/p-probe-1-1.img': Permission denied");
         assert!(is_of(&denied, "/pool/p-probe-1-1.img"));
         assert!(!is_of(&failed("Could not access KVM kernel module"), "/pool/p-probe-1-1.img"));

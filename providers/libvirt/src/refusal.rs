@@ -93,10 +93,11 @@ impl From<RpcError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rpc::message::Failure;
+    use crate::rpc::message::LibvirtFailure;
 
     fn class(code: i32, text: &str) -> (String, &'static str) {
-        let error = Error::from(RpcError::Failed(Failure { code, text: text.into() })).during("create of x");
+        let error =
+            Error::from(RpcError::Failed(LibvirtFailure { code, text: text.into() })).during("create of x");
         (error.to_string(), error.class())
     }
 

@@ -11,7 +11,7 @@ use crate::create::FILES;
 use crate::kind::is_young_trial;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, DomainEvent, RpcError, code, unless_absent};
+use crate::rpc::{DomainEvent, LibvirtConnection, RpcError, code, unless_absent};
 use crate::volumes::Disks;
 
 /// Number of older pieces that virtlogd keeps of a growing console.
@@ -27,7 +27,7 @@ impl Shared {
     }
 
     /// Deletes a VM. The caller must hold the VM's turn.
-    pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), RpcError> {
+    pub(crate) async fn remove(&self, libvirt: &LibvirtConnection, uuid: &Uuid) -> Result<(), RpcError> {
         let Some(domain) = libvirt.domain(uuid).await? else { return Ok(()) };
         let marks = unless_absent(self.marks(libvirt, &domain).await)?.flatten();
         if !marks.is_some_and(|marks| marks.are_of(&self.owner)) {
@@ -46,7 +46,7 @@ impl Shared {
 
     /// Presses the power button of a VM with a volume, and waits until the VM has ended, for a bounded time: its guest
     /// may have data that is not written back, and a link to the node is not needed for that.
-    async fn shut_down(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+    async fn shut_down(&self, libvirt: &LibvirtConnection, domain: &Domain) -> Result<(), RpcError> {
         let mut events = libvirt.events();
         let Some(state) = unless_absent(libvirt.state(domain).await)? else { return Ok(()) };
         let disks = unless_absent(Disks::of(libvirt, domain).await)?;
@@ -72,7 +72,7 @@ impl Shared {
         Ok(())
     }
 
-    async fn end(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+    async fn end(&self, libvirt: &LibvirtConnection, domain: &Domain) -> Result<(), RpcError> {
         match libvirt.destroy(domain).await {
             // The domain does not run.
             Err(error) if error.is_absent() || error.code() == Some(code::OPERATION_INVALID) => Ok(()),
@@ -85,7 +85,7 @@ impl Shared {
     }
 
     /// Returns the pool; `None`: the pool is gone, and the VM's files with it.
-    async fn pool(&self, libvirt: &Connection) -> Result<Option<Named>, RpcError> {
+    async fn pool(&self, libvirt: &LibvirtConnection) -> Result<Option<Named>, RpcError> {
         match libvirt.pool(&self.config.pool).await {
             Ok(pool) => Ok(Some(pool)),
             Err(error) if error.code() == Some(code::NO_STORAGE_POOL) => Ok(None),
@@ -93,7 +93,12 @@ impl Shared {
         }
     }
 
-    async fn remove_files(&self, libvirt: &Connection, pool: &Named, name: &str) -> Result<(), RpcError> {
+    async fn remove_files(
+        &self,
+        libvirt: &LibvirtConnection,
+        pool: &Named,
+        name: &str,
+    ) -> Result<(), RpcError> {
         let older = (0..OLDER).map(|number| format!("{name}{}.{number}", crate::create::CONSOLE));
         let names = FILES.iter().map(|suffix| format!("{name}{suffix}")).chain(older);
         for name in names {
@@ -106,7 +111,7 @@ impl Shared {
 
     /// Removes files of this owner that have no domain: the remains of a crash of libvirtd's host or virtlogd. Scans
     /// the whole pool, so it runs only at start. Spares young trials of KVM, which have a disk before their domain.
-    pub(crate) async fn sweep(&self, libvirt: &Connection) -> Result<usize, RpcError> {
+    pub(crate) async fn sweep(&self, libvirt: &LibvirtConnection) -> Result<usize, RpcError> {
         let Some(pool) = self.pool(libvirt).await? else { return Ok(0) };
         if self.owner.node_name.is_empty() {
             return Ok(0);

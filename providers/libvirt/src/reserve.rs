@@ -21,7 +21,7 @@ use crate::Shared;
 use crate::config::{LibvirtConfig, Plug};
 use crate::marks::VmNames;
 use crate::rpc::calls::{Domain, HostChange, Named, NicAddress};
-use crate::rpc::{Connection, RpcError, code};
+use crate::rpc::{LibvirtConnection, RpcError, code};
 use crate::xml::{child, escape};
 
 /// Maximum number of addresses to try, when other processes take the chosen ones meanwhile.
@@ -90,7 +90,7 @@ impl Shared {
     }
 
     /// Reserves an address for each of the first `nics` NICs of a VM that is defined and not started.
-    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &VmNames, nics: u8) {
+    pub(crate) async fn reserve(&self, libvirt: &LibvirtConnection, identity: &VmNames, nics: u8) {
         for (nic, network) in self.configured_networks().filter(|(nic, _)| *nic < nics) {
             let outcome = self.try_reserve(libvirt, network, &identity.name, &identity.mac(nic)).await;
             if let Some(news) = self.reservations.note(network, outcome) {
@@ -100,7 +100,7 @@ impl Shared {
     }
 
     /// Returns the faults of the networks' DHCP, with their remedies.
-    pub(crate) async fn slow_networks(&self, libvirt: &Connection) -> Vec<String> {
+    pub(crate) async fn slow_networks(&self, libvirt: &LibvirtConnection) -> Vec<String> {
         let mut faults = Vec::new();
         for (_, network) in self.configured_networks() {
             faults.extend(self.dhcp_is_slow(libvirt, network).await);
@@ -110,7 +110,7 @@ impl Shared {
 
     /// Returns the fault of this network's DHCP, with its remedy. Unless the last VM's reservation worked, tries a
     /// reservation and removes it at once.
-    async fn dhcp_is_slow(&self, libvirt: &Connection, network: &str) -> Option<String> {
+    async fn dhcp_is_slow(&self, libvirt: &LibvirtConnection, network: &str) -> Option<String> {
         if self.reservations.last(network).is_some_and(|last| last.is_ok()) {
             return None;
         }
@@ -132,7 +132,7 @@ impl Shared {
 
     async fn try_reserve(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         network: &str,
         name: &str,
         mac: &str,
@@ -158,7 +158,7 @@ impl Shared {
 
     /// Removes a VM's reservation. Must be called before the domain is undefined. libvirtd's refusals are logged, and left to
     /// [`Shared::sweep_reservations`].
-    pub(crate) async fn release(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
+    pub(crate) async fn release(&self, libvirt: &LibvirtConnection, domain: &Domain) -> Result<(), RpcError> {
         if !self.is_real() {
             return Ok(());
         }
@@ -176,7 +176,7 @@ impl Shared {
     }
 
     /// Removes entries of this owner in the configured networks that have no domain; returns their number.
-    pub(crate) async fn sweep_reservations(&self, libvirt: &Connection) -> Result<usize, RpcError> {
+    pub(crate) async fn sweep_reservations(&self, libvirt: &LibvirtConnection) -> Result<usize, RpcError> {
         let mut removed = 0;
         for (_, network) in self.configured_networks() {
             let Some((network, dhcp)) = inspect(libvirt, network).await? else { continue };
@@ -198,7 +198,7 @@ impl Shared {
 }
 
 /// Returns a network and its DHCP server; `None`: the network is gone, not started, or hands out no IPv4 addresses.
-async fn inspect(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
+async fn inspect(libvirt: &LibvirtConnection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
     let network = match libvirt.network(network).await {
         Err(error) if error.code() == Some(code::NO_NETWORK) => return Ok(None),
         other => other?,
@@ -210,7 +210,7 @@ async fn inspect(libvirt: &Connection, network: &str) -> Result<Option<(Named, D
     Ok(Dhcp::read(&libvirt.network_xml(&network).await?).map(|dhcp| (network, dhcp)))
 }
 
-async fn release_in(libvirt: &Connection, network: &str, name: &str) -> Result<(), RpcError> {
+async fn release_in(libvirt: &LibvirtConnection, network: &str, name: &str) -> Result<(), RpcError> {
     let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(()) };
     let Some(host) = dhcp.hosts.iter().find(|host| host.name.as_deref() == Some(name)) else { return Ok(()) };
     let removed = libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await;

@@ -12,7 +12,7 @@ pub(crate) mod xdr;
 
 use std::time::Duration;
 
-pub(crate) use connection::{Connection, DomainEvent};
+pub(crate) use connection::{DomainEvent, LibvirtConnection};
 pub(crate) use link::Redialer;
 
 /// Reason why a call failed.
@@ -20,7 +20,7 @@ pub(crate) use link::Redialer;
 pub(crate) enum RpcError {
     /// libvirt returned an error.
     #[error("{} (libvirt error {})", .0.text, .0.code)]
-    Failed(message::Failure),
+    Failed(message::LibvirtFailure),
     /// There is no connection, or it was lost.
     #[error("{0}")]
     Lost(String),

@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::config::File;
 use crate::rpc::calls::{Named, Volume};
-use crate::rpc::{Connection, RpcError, code};
+use crate::rpc::{LibvirtConnection, RpcError, code};
 use crate::xml;
 
 /// Time without growth after which an upload of another process counts as interrupted. A host's disk may be busy for a
@@ -100,7 +100,7 @@ impl Images {
     /// Returns the path of the image in the pool; uploads the image if it is missing.
     pub(crate) async fn place(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         pool: &Named,
         file: &File,
         what: Use,
@@ -117,7 +117,7 @@ impl Images {
 
     async fn try_place(
         &self,
-        libvirt: &Connection,
+        libvirt: &LibvirtConnection,
         pool: &Named,
         file: &File,
         what: Use,
@@ -150,7 +150,7 @@ impl Images {
 
 /// Image that must be in the pool.
 struct Upload<'a> {
-    libvirt: &'a Connection,
+    libvirt: &'a LibvirtConnection,
     pool: &'a Named,
     file: &'a Path,
     bytes: u64,

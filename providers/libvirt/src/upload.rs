@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep};
 use crate::config::LibvirtConfig;
 use crate::create::format_of;
 use crate::rpc::calls::{Named, Volume};
-use crate::rpc::{Connection, Redialer, RpcError, unless_absent};
+use crate::rpc::{LibvirtConnection, Redialer, RpcError, unless_absent};
 use crate::store::{disk_format, is_there};
 use crate::xml;
 
@@ -69,7 +69,7 @@ pub async fn upload(config: LibvirtConfig, upload: Upload) -> Result<ImageSettin
 
 /// Image that must be in the pool.
 struct Placement<'a> {
-    libvirt: &'a Connection,
+    libvirt: &'a LibvirtConnection,
     pool: &'a Named,
     disk: &'a BuiltDisk,
     name: &'a str,
@@ -197,7 +197,7 @@ impl Placement<'_> {
 
 /// Deletes the images of ours that no VM uses, except `current` and the newest others up to `keep` images in total.
 async fn prune(
-    libvirt: &Connection,
+    libvirt: &LibvirtConnection,
     pool: &Named,
     current: &str,
     keep: usize,
@@ -235,7 +235,7 @@ fn digits_of(name: &str) -> Option<&str> {
 }
 
 /// Whether the volume's content has the digest of its name.
-async fn is_ours(libvirt: &Connection, volume: &Volume) -> Result<bool, RpcError> {
+async fn is_ours(libvirt: &LibvirtConnection, volume: &Volume) -> Result<bool, RpcError> {
     let (mut pieces, mut hash) = (Pieces { libvirt, volume, offset: 0 }, Sha256::new());
     loop {
         let piece = pieces.next().await?;
@@ -248,7 +248,7 @@ async fn is_ours(libvirt: &Connection, volume: &Volume) -> Result<bool, RpcError
 }
 
 /// Returns the VM that names the volume, or the volume on top of it, in any active pool.
-async fn user_of(libvirt: &Connection, name: &str) -> Result<Option<String>, RpcError> {
+async fn user_of(libvirt: &LibvirtConnection, name: &str) -> Result<Option<String>, RpcError> {
     for domain in libvirt.domains().await?.0 {
         let xml = unless_absent(libvirt.domain_xml(&domain).await)?;
         if xml.is_some_and(|xml| xml.contains(name)) {
@@ -285,7 +285,7 @@ fn modified(xml: &str) -> f64 {
 
 /// Content of a volume, piece by piece.
 struct Pieces<'a> {
-    libvirt: &'a Connection,
+    libvirt: &'a LibvirtConnection,
     volume: &'a Volume,
     offset: u64,
 }

@@ -9,8 +9,8 @@ use tokio::time::{Instant, timeout};
 
 use crate::disks::DiskSource;
 use crate::rpc::calls::Domain;
-use crate::rpc::{Connection, DomainEvent, RpcError, code};
-use crate::xml::{Disk, child};
+use crate::rpc::{DomainEvent, LibvirtConnection, RpcError, code};
+use crate::xml::{DomainDisk, child};
 use crate::{LibvirtProvider, Shared, disks};
 
 /// Longest time for a guest to release a disk.
@@ -80,7 +80,12 @@ impl Shared {
     /// Returns the current size of a disk where it can be determined, else the requested one. A raw file is as large as
     /// it is long, and its owner makes it larger. Only QEMU makes a qcow2 file in use larger. The server of a network
     /// disk knows its size, and QEMU asks the server.
-    async fn size_of(&self, libvirt: &Connection, disk: &Disk, bytes: u64) -> Result<u64, RpcError> {
+    async fn size_of(
+        &self,
+        libvirt: &LibvirtConnection,
+        disk: &DomainDisk,
+        bytes: u64,
+    ) -> Result<u64, RpcError> {
         match &disk.source {
             DiskSource::Volume { pool, name } if disk.format == "raw" => {
                 let pool = libvirt.pool(pool).await?;
@@ -163,7 +168,7 @@ struct Plugged {
 }
 
 impl Disks {
-    pub(crate) async fn of(libvirt: &Connection, domain: &Domain) -> Result<Disks, RpcError> {
+    pub(crate) async fn of(libvirt: &LibvirtConnection, domain: &Domain) -> Result<Disks, RpcError> {
         Ok(Disks::read(&libvirt.domain_xml(domain).await?))
     }
 

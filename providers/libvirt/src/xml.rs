@@ -25,7 +25,7 @@ pub(crate) struct Machine<'a> {
     pub(crate) fw_cfg: Option<String>,
     /// Path of the file that the console is written to.
     pub(crate) console: String,
-    pub(crate) disks: &'a [Disk],
+    pub(crate) disks: &'a [DomainDisk],
     pub(crate) nics: Vec<(String, &'a Plug)>,
     pub(crate) confidential: Option<Confidential>,
 }
@@ -39,7 +39,7 @@ pub(crate) enum Start {
 
 /// Disk as it is described to libvirt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Disk {
+pub(crate) struct DomainDisk {
     pub(crate) source: DiskSource,
     pub(crate) format: &'static str,
     pub(crate) serial: String,
@@ -192,7 +192,7 @@ impl Machine<'_> {
     }
 }
 
-impl Disk {
+impl DomainDisk {
     /// Returns the element, for a domain or for hotplug.
     pub(crate) fn xml(&self, boots: bool) -> String {
         let mut xml = String::new();

@@ -7,7 +7,7 @@ use tokio::time::sleep;
 
 use super::message::STREAM_PIECE;
 use super::xdr::{self, Garbled, List, Put, Reader, Take, Uuid, structure};
-use super::{Connection, RpcError, code, unless_absent};
+use super::{LibvirtConnection, RpcError, code, unless_absent};
 
 /// Longest list of domains, volumes and the like in an answer (libvirt's own limit).
 const LIST: usize = 16384;
@@ -177,7 +177,7 @@ macro_rules! calls {
     )*) => {
         $(const $procedure: i32 = $number;)*
 
-        impl Connection {$(
+        impl LibvirtConnection {$(
             $(#[$about])*
             pub(crate) async fn $name(&self, $($argument: $kind),*) -> Result<$answer, RpcError> {
                 self.ask($procedure, $sent).await
@@ -238,7 +238,7 @@ calls! {
     VOL_GET_PATH = 100: volume_path(volume: &Volume) -> String = volume;
 }
 
-impl Connection {
+impl LibvirtConnection {
     /// Makes one call with these arguments, and reads its answer.
     async fn ask<A: Take>(&self, procedure: i32, arguments: impl Put) -> Result<A, RpcError> {
         Ok(xdr::read(&self.call(procedure, &xdr::write(&arguments)).await?)?)
@@ -370,8 +370,8 @@ impl Connection {
         unless_absent(self.ask(VOL_LOOKUP_BY_NAME, (pool, name)).await)
     }
 
-    /// Returns the volume with this name, as [`Connection::volume`]. Makes libvirtd scan the pool if it does not know the
-    /// volume.
+    /// Returns the volume with this name, as [`LibvirtConnection::volume`]. Makes libvirtd scan the pool if it does not
+    /// know the volume.
     pub(crate) async fn find_volume(&self, pool: &Named, name: &str) -> Result<Option<Volume>, RpcError> {
         if let Some(volume) = self.volume(pool, name).await? {
             return Ok(Some(volume));

@@ -46,7 +46,7 @@ pub(crate) enum DomainEvent {
 }
 
 /// Open connection. Dropping it closes it.
-pub(crate) struct Connection {
+pub(crate) struct LibvirtConnection {
     shared: Arc<Shared>,
     /// End with the connection.
     _tasks: JoinSet<()>,
@@ -194,9 +194,9 @@ pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<DomainEvent
     })
 }
 
-impl Connection {
+impl LibvirtConnection {
     /// Starts the tasks for a connected stream; sends no message yet.
-    pub(crate) fn start<S>(stream: S, patience: Duration) -> Connection
+    pub(crate) fn start<S>(stream: S, patience: Duration) -> LibvirtConnection
     where
         S: AsyncRead + AsyncWrite + Send + 'static,
     {
@@ -214,7 +214,7 @@ impl Connection {
         tasks.spawn(read_all(input, Arc::clone(&shared)));
         tasks.spawn(write_all(output, queue, Arc::clone(&shared)));
         tasks.spawn(ping(Arc::clone(&shared)));
-        Connection { shared, _tasks: tasks, patience }
+        LibvirtConnection { shared, _tasks: tasks, patience }
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -341,7 +341,7 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for LibvirtConnection {
     fn drop(&mut self) {
         self.shared.close("we closed the connection to libvirtd");
     }

@@ -8,7 +8,7 @@ use tokio::net::UnixStream;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
 
-use super::{Connection, RpcError};
+use super::{LibvirtConnection, RpcError};
 
 /// Longest time until libvirtd accepts a connection.
 const DIAL: Duration = Duration::from_secs(5);
@@ -83,7 +83,7 @@ impl Address {
 pub(crate) struct Redialer {
     address: Address,
     patience: Duration,
-    current: Mutex<Option<Arc<Connection>>>,
+    current: Mutex<Option<Arc<LibvirtConnection>>>,
 }
 
 impl Redialer {
@@ -98,13 +98,13 @@ impl Redialer {
 
     /// Returns the connection; dials if there is none. [`RpcError::Lost`] names the tried sockets if libvirtd does not
     /// listen.
-    pub(crate) async fn get(&self) -> Result<Arc<Connection>, RpcError> {
+    pub(crate) async fn get(&self) -> Result<Arc<LibvirtConnection>, RpcError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| !connection.is_closed()) {
             return Ok(Arc::clone(connection));
         }
         *current = None;
-        let connection = Connection::start(self.dial().await?, self.patience);
+        let connection = LibvirtConnection::start(self.dial().await?, self.patience);
         connection.hello(&self.address.driver).await?;
         connection.listen().await?;
         let connection = Arc::new(connection);

@@ -94,16 +94,16 @@ pub(crate) fn read(body: &[u8]) -> Result<Option<(MessageHeader, &[u8])>, Garble
 
 /// Error of libvirt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Failure {
+pub(crate) struct LibvirtFailure {
     /// Error number, `VIR_ERR_…`.
     pub(crate) code: i32,
     pub(crate) text: String,
 }
 
 /// Parses the payload of a message with [`MessageStatus::Error`].
-pub(crate) fn failure(payload: &[u8]) -> Result<Failure, Garbled> {
+pub(crate) fn failure(payload: &[u8]) -> Result<LibvirtFailure, Garbled> {
     let (code, _domain, text): (i32, i32, Option<String>) = xdr::read(payload)?;
-    Ok(Failure { code, text: text.unwrap_or_else(|| format!("error {code}")) })
+    Ok(LibvirtFailure { code, text: text.unwrap_or_else(|| format!("error {code}")) })
 }
 
 #[cfg(test)]
