@@ -51,15 +51,15 @@ pub(crate) struct HandshakeData {
 type State = Option<Result<ProviderClient, Error>>;
 
 /// State of the connection, shared with the calls.
-pub(crate) struct Connection {
+pub(crate) struct PluginConnection {
     pub(crate) config: ExternalConfig,
     state: watch::Sender<State>,
     known: OnceLock<HandshakeData>,
 }
 
-impl Connection {
-    pub(crate) fn new(config: ExternalConfig) -> Arc<Connection> {
-        Arc::new(Connection { config, state: watch::Sender::new(None), known: OnceLock::new() })
+impl PluginConnection {
+    pub(crate) fn new(config: ExternalConfig) -> Arc<PluginConnection> {
+        Arc::new(PluginConnection { config, state: watch::Sender::new(None), known: OnceLock::new() })
     }
 
     /// Returns the provider's name for error texts.
@@ -112,7 +112,7 @@ impl Connection {
     }
 
     /// Keeps the connection up. Never returns.
-    pub(crate) async fn run(self: Arc<Connection>) {
+    pub(crate) async fn run(self: Arc<PluginConnection>) {
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         let mut said = None;
         loop {

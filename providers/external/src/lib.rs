@@ -44,10 +44,10 @@ use tokio::time::{Instant, sleep};
 use ttrpc::context::{Context, with_duration};
 
 pub use config::{Endpoint, ExternalConfig, TlsFiles};
-use connection::{Connection, HandshakeData};
+use connection::{HandshakeData, PluginConnection};
 pub use peerpod_provider_api::Owner;
 pub use plugin::SOCKET_VARIABLE;
-use wire::Answer;
+use wire::FallibleAnswer;
 
 /// Longest time for which the provider may hold a request for addresses or events open.
 const HOLD: Duration = Duration::from_secs(20);
@@ -62,7 +62,7 @@ const VMS: usize = 1 << 16;
 
 /// Provider in another process. Dropping it closes the connection, and ends the process if this process started it.
 pub struct External {
-    connection: Arc<Connection>,
+    connection: Arc<PluginConnection>,
     task: AbortHandle,
 }
 
@@ -73,7 +73,7 @@ impl External {
     /// The obstacle to an answer within the handshake timeout: the program, the socket, the certificates, the version
     /// or the handshake data.
     pub async fn open(config: ExternalConfig) -> Result<External, Error> {
-        let connection = Connection::new(config);
+        let connection = PluginConnection::new(config);
         let task = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
         // From here on, dropping `external` also ends the connection task.
         let external = External { connection, task };
@@ -105,14 +105,14 @@ struct Call<'c> {
     secret: Option<&'c str>,
 }
 
-impl Connection {
+impl PluginConnection {
     async fn ask<R, F>(
         &self,
         call: Call<'_>,
         ask: impl FnOnce(ProviderClient, Context) -> F,
     ) -> Result<R, Error>
     where
-        R: Answer,
+        R: FallibleAnswer,
         F: Future<Output = ttrpc::Result<R>> + Send + 'static,
     {
         let stub = self.stub().await?;
@@ -323,7 +323,7 @@ impl Console for External {
 
 /// Stream of VM events. Ends with the provider object.
 struct Following {
-    connection: Weak<Connection>,
+    connection: Weak<PluginConnection>,
     cursor: String,
     received: VecDeque<ProviderEvent>,
 }

@@ -32,7 +32,7 @@ use tokio::time::{Instant, timeout};
 use ttrpc::r#async::{Server, TtrpcContext};
 use ttrpc::asynchronous::transport::Listener;
 
-use crate::wire::Answer;
+use crate::wire::FallibleAnswer;
 use crate::{Owner, wire};
 use events::EventLog;
 pub use listen::{listen_on_socket, listen_with_tls, socket_we_were_given, until_orphaned};
@@ -90,7 +90,7 @@ struct Served {
 }
 
 /// Returns an answer that is this error.
-fn refusal<R: Answer>(error: &Error) -> R {
+fn refusal<R: FallibleAnswer>(error: &Error) -> R {
     let mut answer = R::default();
     *answer.error() = MessageField::some(wire::error_to(error));
     answer
@@ -106,7 +106,7 @@ impl Served {
         work: impl FnOnce(Caller<'s>) -> F,
     ) -> ttrpc::Result<R>
     where
-        R: Answer,
+        R: FallibleAnswer,
         F: Future<Output = Result<R, Error>>,
     {
         let found = wire::owner_from(owner).and_then(|owner| Ok(((self.providers)(&owner)?, owner)));

@@ -28,13 +28,13 @@ pub(crate) const MARK: usize = 1024;
 pub(crate) const CONSOLE: usize = 1 << 20;
 
 /// Answer that may be an error instead.
-pub(crate) trait Answer: Default + Send + 'static {
+pub(crate) trait FallibleAnswer: Default + Send + 'static {
     fn error(&mut self) -> &mut MessageField<proto::Error>;
 }
 
 macro_rules! answers {
     ($($answer:ident)*) => {$(
-        impl Answer for proto::$answer {
+        impl FallibleAnswer for proto::$answer {
             fn error(&mut self) -> &mut MessageField<proto::Error> {
                 &mut self.error
             }

@@ -19,7 +19,7 @@ const MAX_BATCH: u32 = 0;
 
 /// Segment of the simulated cloud network: a bridge in the node's network namespace, and its subnets.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Network {
+pub struct LocalNetwork {
     /// Name of the bridge.
     pub bridge: String,
     /// IPv4 subnet; its first address belongs to the node.
@@ -40,9 +40,9 @@ pub struct LocalConfig {
     /// kata-agent, or its stand-in for tests.
     pub agent_binary: PathBuf,
     /// Simulated cloud network of each VM.
-    pub network: Network,
+    pub network: LocalNetwork,
     /// Network of second NICs.
-    pub second: Network,
+    pub second: LocalNetwork,
     /// MTU of both networks, in bytes.
     pub mtu: u32,
     /// Whether VMs have IPv4 addresses. Without them, node and VMs reach each other over IPv6 alone.
@@ -63,8 +63,8 @@ impl LocalConfig {
             let helper_binary = program("helper-binary", "peerpod-local-vm");
             let guest_binary = program("guest-binary", "peerpod-guest");
             let agent_binary = program("agent-binary", "peerpod-test-agent");
-            let network = Network::read(section, FIRST);
-            let second = Network::read(section, SECOND);
+            let network = LocalNetwork::read(section, FIRST);
+            let second = LocalNetwork::read(section, SECOND);
             let mtu = section.constant("mtu", "MTU", MTU);
             let ipv4 = section.constant("ipv4", "IPV4", IPV4);
             let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
@@ -113,9 +113,9 @@ const SECOND: Constants = [
     ("second-subnet6", "SECOND.subnet6", "fd98::/64"),
 ];
 
-impl Network {
-    fn read(section: &mut Reader, [(key, name, bridge), subnet4, subnet6]: Constants) -> Network {
-        Network {
+impl LocalNetwork {
+    fn read(section: &mut Reader, [(key, name, bridge), subnet4, subnet6]: Constants) -> LocalNetwork {
+        LocalNetwork {
             bridge: section.constant(key, name, bridge.to_owned()),
             subnet4: subnet(section, subnet4),
             subnet6: subnet(section, subnet6),
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn subnets_are_checked() {
-        let network = Network {
+        let network = LocalNetwork {
             bridge: String::new(),
             subnet4: parse("10.99.0.0/16", "").unwrap(),
             subnet6: parse("fd99::/64", "").unwrap(),

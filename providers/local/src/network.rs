@@ -16,7 +16,7 @@ use peerpod_podnet::netlink::{Client, Error as NetlinkError};
 use rtnetlink::{AddressMessageBuilder, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use sha2::{Digest, Sha256};
 
-use crate::config::{LocalConfig, Network};
+use crate::config::{LocalConfig, LocalNetwork};
 
 /// NICs of a VM, in order.
 pub(crate) const VM_LINKS: [&str; 2] = ["eth0", "eth1"];
@@ -47,7 +47,7 @@ pub(crate) fn has_v6() -> bool {
 }
 
 /// Creates the bridge of the network with the node's addresses, or finds it. Idempotent.
-pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(), Error> {
+pub(crate) fn ensure_bridge(config: &LocalConfig, network: &LocalNetwork) -> Result<(), Error> {
     let name = &network.bridge;
     let mut client = client()?;
     let mac = bridge_mac(name);
@@ -78,7 +78,7 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
 }
 
 /// Returns the node's addresses on a network, with their prefix lengths.
-pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(IpAddr, u8)> {
+pub(crate) fn node_addresses(config: &LocalConfig, network: &LocalNetwork) -> Vec<(IpAddr, u8)> {
     let v4 = config.ipv4.then(|| (network.v4(1).into(), network.subnet4.prefix_len()));
     let v6 = has_v6().then(|| (network.v6(1).into(), network.subnet6.prefix_len()));
     v4.into_iter().chain(v6).collect()
@@ -108,7 +108,7 @@ pub(crate) fn host_links(id: &str) -> [String; 2] {
 
 /// NIC of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Nic {
+pub(crate) struct LocalNic {
     pub(crate) bridge: String,
     pub(crate) mtu: u32,
     pub(crate) interfaces: Vec<Interface>,
@@ -118,12 +118,12 @@ pub(crate) struct Nic {
 /// called `name`, the end in the VM `inside`.
 pub(crate) fn plug(
     node: &mut Client,
-    nic: &Nic,
+    nic: &LocalNic,
     name: &str,
     inside: &str,
     vm: BorrowedFd<'_>,
 ) -> Result<(), Error> {
-    let Nic { bridge, mtu, .. } = nic;
+    let LocalNic { bridge, mtu, .. } = nic;
     let Some(bridge_link) = inspect(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
     // Left by an earlier attempt with a namespace that is not torn down yet.
     remove(node, name)?;
@@ -147,7 +147,7 @@ pub(crate) struct Interface {
 
 /// Configures the VM's network as DHCP does in a cloud: `lo` and the NICs up, addresses, default routes. Works in the
 /// namespace of the calling thread.
-pub(crate) fn configure(nics: &[Nic]) -> Result<(), Error> {
+pub(crate) fn configure(nics: &[LocalNic]) -> Result<(), Error> {
     let mut client = client()?;
     // `lo` has index 1 in every namespace.
     let mut messages = vec![(0, up(1))];
@@ -221,13 +221,13 @@ pub(crate) fn nics(
     v4: Option<Ipv4Addr>,
     v6: Option<Ipv6Addr>,
     second: bool,
-) -> Vec<Nic> {
+) -> Vec<LocalNic> {
     let interface = |address: IpAddr, prefix: u8, gateway: IpAddr| Interface { address, prefix, gateway };
-    let nic = |network: &Network, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
-        let Network { bridge, subnet4, subnet6 } = network;
+    let nic = |network: &LocalNetwork, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
+        let LocalNetwork { bridge, subnet4, subnet6 } = network;
         let v4 = v4.map(|own| interface(own.into(), subnet4.prefix_len(), network.v4(1).into()));
         let v6 = v6.map(|own| interface(own.into(), subnet6.prefix_len(), network.v6(1).into()));
-        Nic { bridge: bridge.clone(), mtu: config.mtu, interfaces: v4.into_iter().chain(v6).collect() }
+        LocalNic { bridge: bridge.clone(), mtu: config.mtu, interfaces: v4.into_iter().chain(v6).collect() }
     };
     let mut nics = vec![nic(&config.network, v4, v6)];
     if second {

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::network::Nic;
+use crate::network::LocalNic;
 use crate::process::ProcessId;
 
 /// Most bytes of a description. It holds user-data of at most 64 KiB, so anything near this is a mistake.
@@ -35,7 +35,7 @@ pub(crate) struct Description {
     /// Directory of the VM in the provider's state.
     pub(crate) dir: PathBuf,
     /// NICs of the VM, at least one.
-    pub(crate) nics: Vec<Nic>,
+    pub(crate) nics: Vec<LocalNic>,
     pub(crate) inside: Inside,
 }
 

@@ -19,7 +19,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::fault::Fault;
-use super::files::Files;
+use super::files::MachineFiles;
 use crate::config::{ByomConfig, HostKeys, MachineAddress};
 
 /// A connection without calls ends after this time: each costs its machine some memory.
@@ -31,28 +31,28 @@ const MAX_KNOWN_HOSTS: u64 = 4 << 20;
 const MAX_HOST_KEYS: usize = 1024;
 
 /// SSH connection to a machine, with an open SFTP session.
-pub(crate) struct Connection {
+pub(crate) struct SshConnection {
     /// The machine's files.
-    pub(crate) files: Files,
+    pub(crate) files: MachineFiles,
     ssh: Handle<Pinned>,
 }
 
-impl Connection {
+impl SshConnection {
     /// Dials the machine.
-    pub(crate) async fn open(config: &ByomConfig, machine: MachineAddress) -> Result<Connection, Fault> {
+    pub(crate) async fn open(config: &ByomConfig, machine: MachineAddress) -> Result<SshConnection, Fault> {
         let keys = {
             let config = config.clone();
             spawn_blocking(move || Keys::load(&config, machine)).await
         };
         let keys = keys.map_err(|error| Fault::Away(format!("read the keys: {error}")))??;
-        let dial = Connection::dial(config, machine, keys);
+        let dial = SshConnection::dial(config, machine, keys);
         timeout(config.connect_timeout, dial).await.unwrap_or_else(|_| {
             let text = format!("connect: no answer within {:?}; check that it runs", config.connect_timeout);
             Err(Fault::Away(text))
         })
     }
 
-    async fn dial(config: &ByomConfig, machine: MachineAddress, keys: Keys) -> Result<Connection, Fault> {
+    async fn dial(config: &ByomConfig, machine: MachineAddress, keys: Keys) -> Result<SshConnection, Fault> {
         let socket = TcpStream::connect(machine.socket()).await;
         let socket = socket.map_err(|error| Fault::Away(format!("connect: {error}; check that it runs")))?;
         if let Err(error) = socket.set_nodelay(true) {
@@ -76,7 +76,7 @@ impl Connection {
         };
         let stream =
             subsystem.await.map_err(|error: russh::Error| Fault::Away(format!("open SFTP: {error}")))?;
-        Ok(Connection { files: Files::open(stream, config.call_timeout).await?, ssh })
+        Ok(SshConnection { files: MachineFiles::open(stream, config.call_timeout).await?, ssh })
     }
 
     /// Whether the connection has ended.

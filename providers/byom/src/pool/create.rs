@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::claim::{Claim, VmId};
 use super::fault::Fault;
 use super::known::Step;
-use super::machine::{Claimed, Machine, Session, State};
+use super::machine::{Claimed, Machine, MachineState, Session};
 use super::place;
 use super::{Pool, list};
 use crate::config::MachineAddress;
@@ -144,9 +144,9 @@ async fn claimed(
     holder: &str,
 ) -> Result<Claimed, Failure> {
     let claimed = match &session.state {
-        State::Claimed(claimed) => claimed.clone(),
-        State::Resting(why) => return Err(Failure::Taken(why)),
-        State::Free(boot) => {
+        MachineState::Claimed(claimed) => claimed.clone(),
+        MachineState::Resting(why) => return Err(Failure::Taken(why)),
+        MachineState::Free(boot) => {
             let claim = Claim::new(request, key, &pool.owner, boot);
             session.claim(&claim, holder).await.map_err(after_look)?
         }

@@ -22,11 +22,11 @@ const POSIX_RENAME: &str = "posix-rename@openssh.com";
 const HARDLINK: &str = "hardlink@openssh.com";
 
 /// Open SFTP session with a machine.
-pub(crate) struct Files(RawSftpSession);
+pub(crate) struct MachineFiles(RawSftpSession);
 
-impl Files {
+impl MachineFiles {
     /// Begins a session on the stream of the subsystem `sftp`. `patience` is the longest wait for an answer.
-    pub(crate) async fn open<S>(stream: S, patience: Duration) -> Result<Files, Fault>
+    pub(crate) async fn open<S>(stream: S, patience: Duration) -> Result<MachineFiles, Fault>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -40,7 +40,7 @@ impl Files {
                 return Err(Fault::Refused(text));
             }
         }
-        Ok(Files(session))
+        Ok(MachineFiles(session))
     }
 
     /// Reads a file of at most `limit` bytes; `None` without such a file.

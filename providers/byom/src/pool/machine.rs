@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use super::Pool;
 use super::claim::{Boot, CLAIM, Claim, MACHINE, MAX_FILE, REBOOT, USER_DATA};
-use super::connect::Connection;
+use super::connect::SshConnection;
 use super::fault::Fault;
-use super::files::Files;
+use super::files::MachineFiles;
 use super::known::{Known, Seen, Step};
 use crate::config::MachineAddress;
 
@@ -25,13 +25,13 @@ pub(crate) struct Machine {
 /// Connection in one boot of the machine: a reboot ends it. The boot is read once. The claim is read at each look, because
 /// a person may free a machine without a reboot.
 struct Link {
-    connection: Connection,
+    connection: SshConnection,
     boot: Option<Boot>,
 }
 
 /// State of a machine, as it shows it.
 #[derive(Debug, Clone)]
-pub(crate) enum State {
+pub(crate) enum MachineState {
     /// It can be claimed.
     Free(Boot),
     /// It has no claim, and cannot be claimed for this reason.
@@ -68,7 +68,7 @@ pub(crate) struct Session<'m> {
     pool: &'m Pool,
     link: MutexGuard<'m, Option<Link>>,
     /// Its state.
-    pub(crate) state: State,
+    pub(crate) state: MachineState,
 }
 
 impl Machine {
@@ -96,7 +96,7 @@ impl Machine {
         }
     }
 
-    async fn look_over(&self, pool: &Pool, link: &mut Option<Link>) -> Result<State, Fault> {
+    async fn look_over(&self, pool: &Pool, link: &mut Option<Link>) -> Result<MachineState, Fault> {
         if let Some(kept) = link.as_mut().filter(|kept| !kept.connection.is_closed()) {
             match kept.look().await {
                 // It may have ended since, by itself or with the machine's boot.
@@ -105,18 +105,18 @@ impl Machine {
             }
         }
         *link = None;
-        let connection = Connection::open(&pool.config, self.address).await?;
+        let connection = SshConnection::open(&pool.config, self.address).await?;
         link.insert(Link { connection, boot: None }).look().await
     }
 
-    fn saw(&self, pool: &Pool, state: &State) {
+    fn saw(&self, pool: &Pool, state: &MachineState) {
         let seen = match state {
-            State::Free(boot) => Seen::Free(boot.clone()),
-            State::Resting(why) => Seen::Resting(why),
-            State::Claimed(found) if found.claim.marks.are_of(&pool.owner) => {
+            MachineState::Free(boot) => Seen::Free(boot.clone()),
+            MachineState::Resting(why) => Seen::Resting(why),
+            MachineState::Claimed(found) if found.claim.marks.are_of(&pool.owner) => {
                 Seen::Ours(found.claim.clone(), found.state())
             }
-            State::Claimed(_) => Seen::Taken,
+            MachineState::Claimed(_) => Seen::Taken,
         };
         let mut known = self.known.lock();
         if let Some(down) = known.down() {
@@ -140,7 +140,7 @@ impl Machine {
 }
 
 impl Link {
-    async fn look(&mut self) -> Result<State, Fault> {
+    async fn look(&mut self) -> Result<MachineState, Fault> {
         let files = &self.connection.files;
         let claim = async { Ok(files.read(CLAIM, MAX_FILE).await?.map(|text| Claim::parse(&text))) };
         let boot = async {
@@ -154,13 +154,13 @@ impl Link {
         self.boot = boot;
         Ok(match (claim, &self.boot) {
             (Some(claim), Some(boot)) if !claim.is_of(boot) => {
-                State::Resting("its claim is of an earlier boot: its cidata must be a tmpfs")
+                MachineState::Resting("its claim is of an earlier boot: its cidata must be a tmpfs")
             }
-            (Some(claim), _) => State::Claimed(Claimed { claim, has_user_data, reboots }),
-            (None, _) if reboots => State::Resting("it is about to reboot"),
-            (None, _) if has_user_data => State::Resting("it has user-data and no claim; reboot it"),
-            (None, None) => State::Resting("its guest program does not run yet"),
-            (None, Some(boot)) => State::Free(boot.clone()),
+            (Some(claim), _) => MachineState::Claimed(Claimed { claim, has_user_data, reboots }),
+            (None, _) if reboots => MachineState::Resting("it is about to reboot"),
+            (None, _) if has_user_data => MachineState::Resting("it has user-data and no claim; reboot it"),
+            (None, None) => MachineState::Resting("its guest program does not run yet"),
+            (None, Some(boot)) => MachineState::Free(boot.clone()),
         })
     }
 }
@@ -188,8 +188,8 @@ impl Session<'_> {
             Err(fault) => return Err(self.machine.failed(&mut self.link, fault)),
         }
         match &self.state {
-            State::Claimed(claimed) => Ok(claimed.clone()),
-            State::Free(_) | State::Resting(_) => {
+            MachineState::Claimed(claimed) => Ok(claimed.clone()),
+            MachineState::Free(_) | MachineState::Resting(_) => {
                 let fault =
                     Fault::Refused("its claim vanished; find out what removes files there".to_owned());
                 Err(self.machine.failed(&mut self.link, fault))
@@ -204,7 +204,7 @@ impl Session<'_> {
         self.machine.known.lock().step(holder, Step::Delivering, Instant::now());
         let renamed = self.files()?.rename_aside(&aside, USER_DATA).await;
         self.check(renamed)?;
-        if let State::Claimed(claimed) = &mut self.state {
+        if let MachineState::Claimed(claimed) = &mut self.state {
             claimed.has_user_data = true;
         }
         let state = self.state.clone();
@@ -217,7 +217,7 @@ impl Session<'_> {
         let touched = self.files()?.touch(REBOOT).await;
         self.check(touched)?;
         self.machine.known.lock().will_reboot();
-        if let State::Claimed(claimed) = &mut self.state {
+        if let MachineState::Claimed(claimed) = &mut self.state {
             claimed.reboots = true;
         }
         Ok(())
@@ -226,14 +226,14 @@ impl Session<'_> {
     /// Returns the claim, if it is one of this owner.
     pub(crate) fn ours(&self, owner: &Owner) -> Option<&Claimed> {
         match &self.state {
-            State::Claimed(claimed) if claimed.claim.marks.are_of(owner) => Some(claimed),
+            MachineState::Claimed(claimed) if claimed.claim.marks.are_of(owner) => Some(claimed),
             _ => None,
         }
     }
 
     /// Has the machine rebooted if it has the claim of a create that gave up.
     async fn free_abandoned(&mut self) {
-        let State::Claimed(found) = &self.state else { return };
+        let MachineState::Claimed(found) = &self.state else { return };
         let key: Option<&IdempotencyKey> = found.claim.marks.key.as_ref();
         let is_ours = found.claim.marks.are_of(&self.pool.owner);
         if is_ours && !found.reboots && self.machine.known.lock().is_abandoned(key) {
@@ -249,7 +249,7 @@ impl Session<'_> {
         }
     }
 
-    fn files(&self) -> Result<&Files, Fault> {
+    fn files(&self) -> Result<&MachineFiles, Fault> {
         self.link.as_ref().map(|link| &link.connection.files).ok_or_else(lost)
     }
 

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::Pool;
 use super::claim::Boot;
 use super::known::Seen;
-use super::machine::{Machine, State};
+use super::machine::{Machine, MachineState};
 
 /// Age up to which a machine that answered as free counts as free.
 const FRESH: Duration = Duration::from_secs(3);
@@ -137,9 +137,9 @@ async fn ask(pool: &Pool, machine: &Machine, request: &CreateRequest, holder: &s
     }
     let session = machine.look(pool).await.map_err(|fault| Reason::now(fault.to_string()))?;
     match &session.state {
-        State::Free(boot) => fits(boot, request),
-        State::Resting(why) => Err(Reason::now(*why)),
-        State::Claimed(_) => Err(Reason::now(TAKEN)),
+        MachineState::Free(boot) => fits(boot, request),
+        MachineState::Resting(why) => Err(Reason::now(*why)),
+        MachineState::Claimed(_) => Err(Reason::now(TAKEN)),
     }
 }
 

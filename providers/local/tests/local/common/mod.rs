@@ -14,7 +14,7 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, OwnedState, Provider};
-use peerpod_provider_local::config::Network;
+use peerpod_provider_local::config::LocalNetwork;
 use peerpod_provider_local::{LocalConfig, LocalProvider};
 
 /// Guest of most tests: does nothing, for ever.
@@ -128,8 +128,8 @@ pub fn config(dir: &Path) -> LocalConfig {
     }
 }
 
-fn network(bridge: &str, v4: u8, v6: u16) -> Network {
-    Network {
+fn network(bridge: &str, v4: u8, v6: u16) -> LocalNetwork {
+    LocalNetwork {
         bridge: bridge.into(),
         subnet4: Ipv4Net::new(Ipv4Addr::new(10, v4, 0, 0), 16).unwrap(),
         subnet6: Ipv6Net::new(Ipv6Addr::new(v6, 0, 0, 0, 0, 0, 0, 0), 64).unwrap(),
