@@ -1,7 +1,7 @@
 //! Table of providers: one feature in `Cargo.toml` and one row here each. No other list of providers exists.
 //!
 //! No other part of the project names a provider. Reads `provider.kind` and the section of that provider; touches
-//! nothing else before [`Settings::open`].
+//! nothing else before [`ProviderSettings::open`].
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -254,7 +254,7 @@ const LEFT_OUT: &[&str] = &[
 ];
 
 /// Settings of a provider, read but not yet applied.
-pub struct Settings {
+pub struct ProviderSettings {
     kind: String,
     free: bool,
     cluster_id: String,
@@ -274,11 +274,11 @@ pub fn left_out() -> &'static [&'static str] {
 
 /// Reads `provider.kind` and the section of that provider. Mistakes stay with the reader. The sections of other
 /// providers stay unread, those of providers that this build leaves out, too.
-pub fn read(reader: &mut Reader, context: &Context) -> Settings {
+pub fn read(reader: &mut Reader, context: &Context) -> ProviderSettings {
     let (kind, row) = selected(reader);
     let (opener, free) = row.map_or((None, false), |row| (Some((row.read)(reader, context)), row.free));
     let Context { cluster_id, node_name, .. } = context.clone();
-    Settings { kind, free, cluster_id, node_name, opener }
+    ProviderSettings { kind, free, cluster_id, node_name, opener }
 }
 
 /// Reads `provider.kind` and the section of that provider for the upload of a disk image. Mistakes stay with the reader.
@@ -343,7 +343,7 @@ pub fn every_setting(
     Ok(all.into_values().collect())
 }
 
-impl Settings {
+impl ProviderSettings {
     /// Value of `provider.kind`.
     pub fn kind(&self) -> &str {
         &self.kind
@@ -360,7 +360,7 @@ impl Settings {
     /// # Errors
     /// A requirement of the provider that is not met, or a kind that this build does not have.
     pub async fn open(self, installation: String) -> Result<Arc<dyn Provider>, Error> {
-        let Settings { cluster_id, node_name, .. } = self;
+        let ProviderSettings { cluster_id, node_name, .. } = self;
         match self.opener {
             Some(opener) => opener(Owner { cluster_id, node_name, installation }).await,
             None => Err(Error::invalid(format!(

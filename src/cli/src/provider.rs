@@ -21,7 +21,7 @@ use peerpod_node::admin::SOCKET;
 use peerpod_node::config::NodeConfig;
 use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
-use peerpod_providers::{Context, Purpose, Settings};
+use peerpod_providers::{Context, ProviderSettings, Purpose};
 use tokio::process;
 
 use crate::SETTINGS;
@@ -151,7 +151,7 @@ const DROPS: u32 = 12;
 
 /// The parts of the configuration that a check needs.
 struct ConfiguredCheck {
-    settings: Settings,
+    settings: ProviderSettings,
     log: LogConfig,
     /// Folder with the sockets of a node that runs here.
     run_dir: PathBuf,
@@ -195,8 +195,8 @@ pub(crate) fn fresh() -> u64 {
 
 /// Tests the promises one after another. Returns the exit code, and whether everything that was made is gone.
 async fn check(
-    settings: Settings,
-    collector: Settings,
+    settings: ProviderSettings,
+    collector: ProviderSettings,
     words: Check,
     promises: Vec<&Promise>,
 ) -> anyhow::Result<(ExitCode, bool)> {
@@ -256,7 +256,7 @@ async fn check(
 const COLLECTS: &str = "who_only_collects_lists_and_deletes";
 
 /// Opens the same provider once more, if it allows two, on its own thread: it may wait for the first one to end.
-async fn second(settings: Settings, installation: String) -> Option<Arc<dyn Provider>> {
+async fn second(settings: ProviderSettings, installation: String) -> Option<Arc<dyn Provider>> {
     let runtime = tokio::runtime::Handle::current();
     let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open(installation)));
     opened.await.ok()?.ok()

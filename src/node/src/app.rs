@@ -113,7 +113,7 @@ async fn read_state(
 /// was begun, and the claim on the node's capacity is withdrawn.
 pub async fn build(
     config: NodeConfig,
-    provider: peerpod_providers::Settings,
+    provider: peerpod_providers::ProviderSettings,
     shutdown: &Shutdown,
 ) -> Result<Option<BoundNode>> {
     let mut registry = program("peerpod-node", env!("CARGO_PKG_VERSION"));
@@ -138,7 +138,7 @@ pub async fn build(
 
 async fn serve(
     config: NodeConfig,
-    provider: peerpod_providers::Settings,
+    provider: peerpod_providers::ProviderSettings,
     cluster: Option<Cluster>,
     (mut registry, metrics, ready, starting, mut tasks): (Registry, Metrics, Ready, BlockReady, Tasks),
 ) -> Result<BoundNode> {
@@ -261,7 +261,7 @@ async fn open_cluster(
 /// Opens the provider, and checks that it supports the VMs of this configuration: otherwise no pod would ever start.
 async fn open_provider(
     config: &NodeConfig,
-    settings: peerpod_providers::Settings,
+    settings: peerpod_providers::ProviderSettings,
     installation: String,
     registry: &mut Registry,
 ) -> Result<Arc<dyn Provider>> {

@@ -246,7 +246,7 @@ impl NodeConfig {
     /// Reads all settings of this binary. Opens nothing. Fails with all mistakes of all sources together.
     pub fn load(
         sources: Sources,
-    ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Vec<Setting>), Mistakes> {
+    ) -> Result<(NodeConfig, peerpod_providers::ProviderSettings, LogConfig, Vec<Setting>), Mistakes> {
         let mut reader = Reader::load(sources, &MINE, &OTHERS)?;
         let (config, provider, log) = NodeConfig::ask(&mut reader);
         let printed = reader.finish()?;
@@ -261,7 +261,7 @@ impl NodeConfig {
         peerpod_providers::every_setting(&MINE, &OTHERS, |reader| drop(NodeConfig::ask(reader)))
     }
 
-    fn ask(reader: &mut Reader) -> (NodeConfig, peerpod_providers::Settings, LogConfig) {
+    fn ask(reader: &mut Reader) -> (NodeConfig, peerpod_providers::ProviderSettings, LogConfig) {
         let config = NodeConfig::read(reader);
         let context = Context {
             state_dir: config.state_dir.clone(),

@@ -9,7 +9,7 @@ use peerpod_base::program::{self, Program};
 use peerpod_base::telemetry::LogConfig;
 use peerpod_node::config::NodeConfig;
 use peerpod_node::{app, runtime};
-use peerpod_providers::Settings;
+use peerpod_providers::ProviderSettings;
 
 const PROGRAM: Program = Program {
     name: "peerpod-node",
@@ -36,7 +36,7 @@ fn settings() -> Vec<Setting> {
     NodeConfig::every_setting().unwrap_or_default()
 }
 
-fn start(config: NodeConfig, provider: Settings, log: &LogConfig) -> anyhow::Result<()> {
+fn start(config: NodeConfig, provider: ProviderSettings, log: &LogConfig) -> anyhow::Result<()> {
     program::run(log, runtime::new, async |shutdown| {
         match app::build(config, provider, &shutdown).await? {
             Some(bound) => bound.run(&shutdown).await,

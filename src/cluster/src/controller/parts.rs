@@ -18,7 +18,7 @@ use crate::secrets::{self, SecretsConfig};
 /// Settings of all parts.
 pub(crate) struct ControllerSettings {
     pub(super) controller: ControllerConfig,
-    provider: peerpod_providers::Settings,
+    provider: peerpod_providers::ProviderSettings,
     vms: VmsConfig,
     /// `None`: the chart installs the nodes.
     rollout: Option<RolloutConfig>,

@@ -74,7 +74,7 @@ pub(super) struct Vms {
 impl Vms {
     pub(super) async fn open(
         config: VmsConfig,
-        provider: peerpod_providers::Settings,
+        provider: peerpod_providers::ProviderSettings,
         installation: String,
         registry: &mut Registry,
     ) -> anyhow::Result<Arc<Vms>> {
