@@ -51,20 +51,9 @@ pub trait Harness: Send + Sync + 'static {
         None
     }
 
-    /// Returns a provider of another cluster or node in the same cloud, if one can exist. Its VMs have another owner.
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
+    /// Returns a second provider with this role, if one can exist beside the first.
+    fn other(&self, _role: ProviderRole) -> Option<Arc<dyn Provider>> {
         None
-    }
-
-    /// Returns the same provider as another process of the same node has it, if one can exist beside the first.
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        None
-    }
-
-    /// Returns the same provider for a caller that only lists and deletes, if one can exist beside the first. The suite
-    /// never calls `preflight` on it.
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        self.successor()
     }
 
     /// Returns a disk that exists and is not attached.
@@ -78,14 +67,10 @@ pub trait Harness: Send + Sync + 'static {
         None
     }
 
-    /// Returns how many VMs one page of the provider's list has. `None`: a list has one page, or
-    /// [`Harness::lose_page`] is not there.
-    fn page(&self) -> Option<u32> {
+    /// Returns the pages of the provider's list. `None`: a list has one page, or a page cannot be lost.
+    fn pages(&self) -> Option<ListPages<'_>> {
         None
     }
-
-    /// Makes the cloud answer the next question for a second page with an error.
-    async fn lose_page(&self) {}
 
     /// Records whether the promise was kept, or could not be tried.
     fn record(&self, _is_kept: bool) {}
@@ -101,19 +86,45 @@ pub trait Harness: Send + Sync + 'static {
         }
     }
 
+    /// Returns the counts and times of the suite.
+    fn limits(&self) -> SuiteLimits {
+        SuiteLimits::default()
+    }
+}
+
+/// Role of a second provider in the same cloud.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProviderRole {
+    /// The provider of another cluster or node. Its VMs have another owner.
+    Stranger,
+    /// The same provider as another process of the same node has it.
+    Successor,
+    /// The same provider for a caller that only lists and deletes. The suite never calls `preflight` on it.
+    Collector,
+}
+
+/// Pages of a provider's list.
+pub struct ListPages<'h> {
+    /// Number of VMs on a page.
+    pub size: u32,
+    /// Makes the cloud answer the next question for a second page with an error.
+    pub lose_next: Box<dyn FnOnce() + Send + 'h>,
+}
+
+/// Counts and times of the suite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SuiteLimits {
     /// Number of concurrent creates that this provider must handle.
-    fn crowd(&self) -> u32 {
-        50
-    }
-
+    pub crowd: u32,
     /// Number of times a create, and a delete, is cut off.
-    fn drops(&self) -> u32 {
-        12
-    }
-
+    pub drops: u32,
     /// Longest time for one promise, and longest time for its clean-up.
-    fn patience(&self) -> Duration {
-        Duration::from_secs(300)
+    pub patience: Duration,
+}
+
+impl Default for SuiteLimits {
+    fn default() -> SuiteLimits {
+        SuiteLimits { crowd: 50, drops: 12, patience: Duration::from_secs(300) }
     }
 }
 

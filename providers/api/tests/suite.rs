@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::{self, Harness, promise};
+use peerpod_provider_api::conformance::{self, Harness, ListPages, ProviderRole, SuiteLimits, promise};
 use peerpod_provider_api::{
     Batch, Capabilities, Chosen, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
     Extensions, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
@@ -388,28 +388,27 @@ impl Harness for Bench {
         Some(self.request())
     }
 
-    fn page(&self) -> Option<u32> {
-        Some(PAGE)
+    fn pages(&self) -> Option<ListPages<'_>> {
+        let lose_next = Box::new(|| self.cloud.lock().unwrap().loses_page = true);
+        Some(ListPages { size: PAGE, lose_next })
     }
 
-    async fn lose_page(&self) {
-        self.cloud.lock().unwrap().loses_page = true;
-    }
-
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.theirs.clone())
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.next.clone())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.theirs.clone(),
+            ProviderRole::Successor | ProviderRole::Collector => self.next.clone(),
+        })
     }
 
     fn volume(&self) -> Option<DiskRequest> {
         Some(DiskRequest { volume: DISK.into(), ..DiskRequest::default() })
     }
 
-    fn patience(&self) -> Duration {
-        Duration::from_secs(if self.fault == Fault::None { 120 } else { 2 })
+    fn limits(&self) -> SuiteLimits {
+        SuiteLimits {
+            patience: Duration::from_secs(if self.fault == Fault::None { 120 } else { 2 }),
+            ..SuiteLimits::default()
+        }
     }
 }
 

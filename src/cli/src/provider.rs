@@ -19,7 +19,9 @@ use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_cluster::SECTIONS;
 use peerpod_node::admin::SOCKET;
 use peerpod_node::config::NodeConfig;
-use peerpod_provider_api::conformance::{Checked, Harness, PROMISES, Promise, Stop, Trial, table, word};
+use peerpod_provider_api::conformance::{
+    Checked, Harness, PROMISES, Promise, ProviderRole, Stop, SuiteLimits, Trial, table, word,
+};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_providers::{Context, ProviderSettings, Purpose};
 use tokio::process;
@@ -312,8 +314,8 @@ impl Harness for Configured {
         String::from_utf8_lossy(&printed).trim().parse().ok()
     }
 
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        self.collector.clone()
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        self.collector.clone().filter(|_| role == ProviderRole::Collector)
     }
 
     fn volume(&self) -> Option<DiskRequest> {
@@ -321,15 +323,7 @@ impl Harness for Configured {
         Some(DiskRequest { volume, ..DiskRequest::default() })
     }
 
-    fn crowd(&self) -> u32 {
-        self.words.crowd
-    }
-
-    fn drops(&self) -> u32 {
-        DROPS
-    }
-
-    fn patience(&self) -> Duration {
-        self.words.patience
+    fn limits(&self) -> SuiteLimits {
+        SuiteLimits { crowd: self.words.crowd, drops: DROPS, patience: self.words.patience }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole};
 use peerpod_provider_api::{InstanceId, Provider};
 use peerpod_provider_fake::{Fake, FakeConfig, FakeVm};
 
@@ -39,8 +39,11 @@ impl Harness for Files {
         self.provider.clone()
     }
 
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.successor.clone())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        match role {
+            ProviderRole::Stranger => None,
+            ProviderRole::Successor | ProviderRole::Collector => Some(self.successor.clone()),
+        }
     }
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {

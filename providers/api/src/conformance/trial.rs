@@ -48,7 +48,7 @@ impl Trial {
 
     /// Tries a promise and deletes the VMs made for it. A failed clean-up counts as a broken promise.
     pub async fn keeps(self: &Arc<Trial>, promise: &Promise) -> Checked {
-        let patience = self.harness.patience();
+        let patience = self.harness.limits().patience;
         let check = AssertUnwindSafe((promise.check)(Arc::clone(self))).catch_unwind();
         self.state.lock().open = true;
         let outcome = match timeout(patience, check).await {
@@ -72,7 +72,7 @@ impl Trial {
     /// # Errors
     /// The VMs that are left, or why they cannot be determined.
     pub async fn clean_up(&self) -> Result<(), String> {
-        let patience = self.harness.patience();
+        let patience = self.harness.limits().patience;
         let mut last = "the provider does not answer".to_owned();
         let outcome = timeout(patience, self.delete_all(&mut last)).await;
         match outcome {
@@ -236,7 +236,7 @@ impl Trial {
         self.gone(&key).await?;
         let fixed = [0, 1, 2, 5, 10, 20, 40, 80].map(Duration::from_millis);
         let by_chance = std::iter::repeat_with(|| took.mul_f64(f64::from(chance() as u32 % 1000) / 800.0));
-        let number = usize::try_from(self.harness.drops()).unwrap_or(usize::MAX);
+        let number = usize::try_from(self.harness.limits().drops).unwrap_or(usize::MAX);
         Ok(fixed.into_iter().chain(by_chance.take(64)).take(number).collect())
     }
 }

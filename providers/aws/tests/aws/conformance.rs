@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ListPages, ProviderRole};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_aws::AwsProvider;
 use peerpod_test_ec2::{Fault, xml};
@@ -48,25 +48,18 @@ impl Harness for Ec2 {
         InstanceId::new("i-0123456789abcdef0").ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(Arc::new(AwsProvider::new(self.cloud.config(&[]), stranger())))
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => Arc::new(AwsProvider::new(self.cloud.config(&[]), stranger())),
+            ProviderRole::Successor => self.cloud.provider(&[]),
+            ProviderRole::Collector => self.cloud.collector(),
+        })
     }
 
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.cloud.provider(&[]))
-    }
-
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.cloud.collector())
-    }
-
-    fn page(&self) -> Option<u32> {
+    fn pages(&self) -> Option<ListPages<'_>> {
         self.cloud.proxy.set_page(2);
-        Some(2)
-    }
-
-    async fn lose_page(&self) {
-        self.cloud.proxy.fail("DescribeInstances second page", Fault::Reset, 1);
+        let lose_next = Box::new(|| self.cloud.proxy.fail("DescribeInstances second page", Fault::Reset, 1));
+        Some(ListPages { size: 2, lose_next })
     }
 
     fn record(&self, is_kept: bool) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole, SuiteLimits};
 use peerpod_provider_api::{InstanceId, Provider};
 use peerpod_tests::cloud::report_promise;
 
@@ -45,28 +45,20 @@ impl Harness for Bench {
         InstanceId::new(format!("{}/0123-4567", self.site.address(0))).ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider_of(stranger(), &[]))
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider(&[]))
-    }
-
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.collector(&[]))
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.site.provider_of(stranger(), &[]),
+            ProviderRole::Successor => self.site.provider(&[]),
+            ProviderRole::Collector => self.site.collector(&[]),
+        })
     }
 
     fn record(&self, is_kept: bool) {
         report_promise("byom", is_kept && self.site.doubles() == 0);
     }
 
-    fn crowd(&self) -> u32 {
-        CROWD.into()
-    }
-
-    fn drops(&self) -> u32 {
-        6
+    fn limits(&self) -> SuiteLimits {
+        SuiteLimits { crowd: CROWD.into(), drops: 6, ..SuiteLimits::default() }
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use common::{Folder, owner};
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_external::External;
 
@@ -51,12 +51,11 @@ impl Harness for Python {
         InstanceId::new(format!("shelf-{}", "0".repeat(40))).ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.stranger.clone())
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.successor.clone())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.stranger.clone(),
+            ProviderRole::Successor | ProviderRole::Collector => self.successor.clone(),
+        })
     }
 
     fn volume(&self) -> Option<DiskRequest> {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use common::{Folder, config, owner};
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole};
 use peerpod_provider_api::{Error, InstanceId, Provider};
 use peerpod_provider_external::serve::{Serving, listen_with_tls};
 use peerpod_provider_external::{Endpoint, External, Owner};
@@ -88,8 +88,11 @@ impl Harness for Served {
         InstanceId::new("fake-unknown").ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.stranger.clone())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        match role {
+            ProviderRole::Stranger => Some(self.stranger.clone()),
+            ProviderRole::Successor | ProviderRole::Collector => None,
+        }
     }
 }
 

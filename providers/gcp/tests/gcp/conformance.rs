@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ListPages, ProviderRole};
 use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_test_clouds::gcp::ZONES;
@@ -51,16 +51,12 @@ impl Harness for Bench {
         InstanceId::new(format!("{}/pp-aaaaaaaa-aaaaaaaaaaaaaaaaaaaaaaaaaa", ZONES[0])).ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider_of(stranger(), &[]))
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider(&[]))
-    }
-
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.collector())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.site.provider_of(stranger(), &[]),
+            ProviderRole::Successor => self.site.provider(&[]),
+            ProviderRole::Collector => self.site.collector(),
+        })
     }
 
     fn volume(&self) -> Option<DiskRequest> {
@@ -74,17 +70,16 @@ impl Harness for Bench {
         Some(request("late"))
     }
 
-    fn page(&self) -> Option<u32> {
+    fn pages(&self) -> Option<ListPages<'_>> {
         self.site.cloud.with(|gcp, _| gcp.page = 2);
-        Some(2)
+        let lose_next = Box::new(|| {
+            self.site.cloud.fail("compute.instances.aggregatedList second page", Fault::Reset, 1)
+        });
+        Some(ListPages { size: 2, lose_next })
     }
 
     fn record(&self, is_kept: bool) {
         report_promise("gcp", is_kept);
-    }
-
-    async fn lose_page(&self) {
-        self.site.cloud.fail("compute.instances.aggregatedList second page", Fault::Reset, 1);
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole};
 use peerpod_provider_api::{CreateRequest, InstanceId, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_tests::cloud::report_promise;
@@ -50,16 +50,12 @@ impl Harness for Bench {
         InstanceId::new("00000000-0000-4000-8000-999999999999").ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider_of(stranger(), &[]))
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider(&[]))
-    }
-
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.collector())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.site.provider_of(stranger(), &[]),
+            ProviderRole::Successor => self.site.provider(&[]),
+            ProviderRole::Collector => self.site.collector(),
+        })
     }
 
     async fn late_refusal(&self) -> Option<CreateRequest> {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::common::{Place, request};
 use async_trait::async_trait;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole, SuiteLimits};
 use peerpod_provider_api::{CreateRequest, InstanceId, Provider};
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::libvirtd::POOL;
@@ -59,12 +59,11 @@ impl Harness for Libvirt {
         InstanceId::new("0b5a3c7e-0000-8000-8000-0123456789ab").ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.place.stranger(&[]))
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.place.provider())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.place.stranger(&[]),
+            ProviderRole::Successor | ProviderRole::Collector => self.place.provider(),
+        })
     }
 
     fn request(&self) -> CreateRequest {
@@ -74,16 +73,8 @@ impl Harness for Libvirt {
         }
     }
 
-    fn crowd(&self) -> u32 {
-        8
-    }
-
-    fn drops(&self) -> u32 {
-        6
-    }
-
-    fn patience(&self) -> Duration {
-        Duration::from_secs(600)
+    fn limits(&self) -> SuiteLimits {
+        SuiteLimits { crowd: 8, drops: 6, patience: Duration::from_secs(600) }
     }
 }
 

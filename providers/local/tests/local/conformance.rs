@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use common::{IDLE, Place, config};
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ProviderRole};
 use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_local::LocalProvider;
 
@@ -55,8 +55,11 @@ impl Harness for Local {
         Some(DiskRequest { volume: "disk-1".into(), ..DiskRequest::default() })
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.stranger.clone())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        match role {
+            ProviderRole::Stranger => Some(self.stranger.clone()),
+            ProviderRole::Successor | ProviderRole::Collector => None,
+        }
     }
 }
 

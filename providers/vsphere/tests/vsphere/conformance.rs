@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::conformance::{Harness, ListPages, ProviderRole};
 use peerpod_provider_api::{CreateRequest, DiskRequest, InstanceId, Provider};
 use peerpod_test_clouds::Fault;
 use peerpod_test_clouds::vcsim::DATASTORES;
@@ -48,16 +48,12 @@ impl Harness for Bench {
         InstanceId::new("pp-aaaaaaaa-aaaaaaaaaaaaaaaaaaaaaaaaaa").ok()
     }
 
-    fn stranger(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider_of(stranger(), &[]))
-    }
-
-    fn successor(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.provider(&[]))
-    }
-
-    fn collector(&self) -> Option<Arc<dyn Provider>> {
-        Some(self.site.collector())
+    fn other(&self, role: ProviderRole) -> Option<Arc<dyn Provider>> {
+        Some(match role {
+            ProviderRole::Stranger => self.site.provider_of(stranger(), &[]),
+            ProviderRole::Successor => self.site.provider(&[]),
+            ProviderRole::Collector => self.site.collector(),
+        })
     }
 
     fn volume(&self) -> Option<DiskRequest> {
@@ -75,13 +71,10 @@ impl Harness for Bench {
         report_promise("vsphere", is_kept);
     }
 
-    fn page(&self) -> Option<u32> {
+    fn pages(&self) -> Option<ListPages<'_>> {
         self.site.vcsim.set_page(2);
-        Some(2)
-    }
-
-    async fn lose_page(&self) {
-        self.site.vcsim.fail("ContinueRetrievePropertiesEx", Fault::Reset, 1);
+        let lose_next = Box::new(|| self.site.vcsim.fail("ContinueRetrievePropertiesEx", Fault::Reset, 1));
+        Some(ListPages { size: 2, lose_next })
     }
 }
 

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::{hold, not_here};
 use crate::conformance::trial::{repeated, said, until};
-use crate::conformance::{Checked, Stop, Trial};
+use crate::conformance::{Checked, ProviderRole, Stop, Trial};
 use crate::{CreateRequest, Error, OwnedState};
 
 pub(crate) async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
@@ -108,7 +108,7 @@ pub(crate) async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) 
 }
 
 pub(crate) async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
-    let Some(successor) = trial.harness.successor() else {
+    let Some(successor) = trial.harness.other(ProviderRole::Successor) else {
         return not_here("there cannot be two of this provider at once here");
     };
     let (made, key) = trial.one().await?;
@@ -125,7 +125,7 @@ pub(crate) async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Ch
 
 /// Checks that many concurrent creates each get a VM and an address of their own.
 pub(crate) async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
-    let crowd = trial.harness.crowd();
+    let crowd = trial.harness.limits().crowd;
     let creates: Vec<_> = (0..crowd)
         .map(|_| {
             let trial = Arc::clone(&trial);

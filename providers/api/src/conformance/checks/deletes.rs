@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 use super::extras::until_attached;
 use super::{hold, not_here};
 use crate::conformance::trial::{said, until};
-use crate::conformance::{Checked, Trial};
+use crate::conformance::{Checked, ListPages, ProviderRole, Trial};
 use crate::{Error, InstanceId, Owned, OwnedState, Provider};
 
 pub(crate) async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
@@ -70,7 +70,7 @@ pub(crate) async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked 
 }
 
 pub(crate) async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
-    let Some(stranger) = trial.harness.stranger() else {
+    let Some(stranger) = trial.harness.other(ProviderRole::Stranger) else {
         let (made, key) = trial.one().await?;
         let listed = trial.listed(&key).await?;
         hold!(listed.iter().any(|one| one.id == made.id), "our own VM is not listed");
@@ -107,7 +107,7 @@ async fn end(stranger: &dyn Provider, id: &InstanceId) -> Checked {
 
 /// Checks that a delete, a detach and an attach of ours leave a VM of another owner as it is.
 pub(crate) async fn a_vm_of_another_owner_survives_our_calls(trial: Arc<Trial>) -> Checked {
-    let Some(stranger) = trial.harness.stranger() else {
+    let Some(stranger) = trial.harness.other(ProviderRole::Stranger) else {
         return not_here("no other owner with a VM");
     };
     let key = trial.key();
@@ -146,16 +146,16 @@ async fn survives(trial: &Trial, stranger: &dyn Provider, id: &InstanceId) -> Ch
 
 /// Checks that a list without its second page is an error, or whole because the provider asked again.
 pub(crate) async fn a_list_with_an_unread_page_is_an_error(trial: Arc<Trial>) -> Checked {
-    let Some(page) = trial.harness.page() else {
+    let Some(ListPages { size, lose_next }) = trial.harness.pages() else {
         return not_here("a list has one page here, or a page cannot be lost");
     };
     let mut made = Vec::new();
-    for _ in 0..=page {
+    for _ in 0..=size {
         made.push(trial.one().await?.0.id);
     }
     let missing = |listed: &[Owned]| made.iter().filter(|id| listed.iter().all(|one| one.id != **id)).count();
     until(|| async { Ok(missing(&said("list_owned", trial.provider().list_owned().await)?) == 0) }).await?;
-    trial.harness.lose_page().await;
+    lose_next();
     if let Ok(listed) = trial.provider().list_owned().await {
         let missing = missing(&listed);
         hold!(missing == 0, "a list that lost a page is shorter by {missing} VMs");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{hold, not_here};
 use crate::conformance::trial::said;
-use crate::conformance::{Checked, Trial};
+use crate::conformance::{Checked, ProviderRole, Trial};
 use crate::{CreateRequest, Error, Placement};
 
 /// Checks that choosing a placement makes no VM. A create repeated with its recorded placement must find its VM, even
@@ -43,7 +43,7 @@ fn strange() -> Placement {
 /// Checks that a provider object that never had a preflight lists VMs made by others, returns their addresses and
 /// deletes them. The cluster's controller uses such an object.
 pub(crate) async fn who_only_collects_lists_and_deletes(trial: Arc<Trial>) -> Checked {
-    let Some(collector) = trial.harness.collector() else {
+    let Some(collector) = trial.harness.other(ProviderRole::Collector) else {
         return not_here("there cannot be two of this provider at once here");
     };
     let (made, key) = trial.one().await?;
