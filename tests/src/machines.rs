@@ -5,10 +5,12 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 use std::fs;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use peerpod_client::Annotations;
 use peerpod_world::libvirtd::{POOL, Shape};
+use peerpod_world::qemu;
 use peerpod_world::{Daemons, Libvirtd, Pod, Settings, World};
 
 use crate::{CONTAINER, Sandbox, image};
@@ -24,8 +26,9 @@ pub struct Place {
     memory_mib: u64,
 }
 
-/// Time limit of one step of an emulated machine, such as its boot or shutdown, on a host that runs others, too.
-pub const PATIENCE: Duration = Duration::from_secs(480);
+/// Time limit of one step of a machine, such as its boot or shutdown.
+pub static PATIENCE: LazyLock<Duration> =
+    LazyLock::new(|| qemu::patience(&image::minimal().unwrap()).unwrap());
 
 impl Place {
     /// Makes an environment with machines of about 512 MiB, of which a pod may use 128 MiB, and one processor.
@@ -73,7 +76,7 @@ impl Place {
     /// Boots the given pod in its own machine, without a container.
     pub async fn boot(&self, daemons: &Daemons, pod: Pod, name: &str) -> Sandbox {
         let size = |annotations: Annotations| annotations.size("1", self.memory_mib);
-        let machine = Sandbox::boot(daemons, pod, name, size, PATIENCE).await;
+        let machine = Sandbox::boot(daemons, pod, name, size, *PATIENCE).await;
         machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), self.consoles()))
     }
 

@@ -114,7 +114,7 @@ impl Node {
     /// # Errors
     /// Returns the error of the failed call.
     pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
-        let booted = boot(&self.world, &self.daemons.hypervisor_socket(), machines::PATIENCE, pod).await;
+        let booted = boot(&self.world, &self.daemons.hypervisor_socket(), *machines::PATIENCE, pod).await;
         booted.with_context(|| self.daemons.log_tails())
     }
 
@@ -129,7 +129,7 @@ impl Node {
     /// Calls StopVM, and unpublishes the volumes when the sandbox is gone, as kubelet does.
     pub async fn stop(&self, running: Running) {
         stop_in_time(&running.shim, &running.id).await.unwrap();
-        self.daemons.gone(&running.id, machines::PATIENCE).await.unwrap();
+        self.daemons.gone(&running.id, *machines::PATIENCE).await.unwrap();
         for record in &running.pod.volumes {
             self.records.remove(&record.pod, &record.volume.id).unwrap();
             umount2(&record.target_path, MntFlags::MNT_DETACH).ok();

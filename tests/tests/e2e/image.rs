@@ -5,13 +5,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use peerpod_tests::long;
-use peerpod_world::qemu::Machine;
+use peerpod_world::qemu::{self, Machine};
 
-/// A boot takes a few seconds of processor time; many tests may share each processor.
-const PATIENCE: Duration = Duration::from_secs(240);
+static PATIENCE: LazyLock<Duration> = LazyLock::new(|| qemu::patience(&images().join("minimal")).unwrap());
 const LOOKS: &str = "waiting for user-data";
 
 /// Returns `target/image`, beside the folder of the profile that this test was built in.
@@ -60,8 +60,8 @@ fn the_minimal_image_boots_to_the_guest_program() {
     let folder = Folder::new("minimal");
     let machine = Machine::new(512).minimal_image(&images().join("minimal"), "").unwrap();
     let mut machine = machine.start(&folder.0).unwrap();
-    machine.line_blocking(LOOKS, PATIENCE).unwrap();
-    machine.line_blocking("it is not for production", PATIENCE).unwrap();
+    machine.line_blocking(LOOKS, *PATIENCE).unwrap();
+    machine.line_blocking("it is not for production", *PATIENCE).unwrap();
     let console = machine.console();
     assert!(console.contains("pid=1\r\n") || console.contains("pid=1\n"), "{console}");
 }
@@ -76,8 +76,8 @@ fn the_minimal_image_locks_the_kernel_down_when_it_has_its_drivers() {
         let machine = Machine::new(512).user_network("");
         let machine = machine.minimal_image(&image, &format!("{word} loglevel=6")).unwrap();
         let mut machine = machine.start(&folder.0).unwrap();
-        machine.line_blocking(&format!("Kernel is locked down from {by}"), PATIENCE).unwrap();
-        machine.line_blocking("DHCP lease", PATIENCE).unwrap();
+        machine.line_blocking(&format!("Kernel is locked down from {by}"), *PATIENCE).unwrap();
+        machine.line_blocking("DHCP lease", *PATIENCE).unwrap();
         let console = machine.console();
         assert_eq!(console.matches("Kernel is locked down").count(), 1, "{console}");
         assert!(!console.contains("ERROR"), "{console}");
@@ -104,9 +104,9 @@ fn boots_the_disk(folder: &Folder, images: &Path, machine: Machine) {
     let path = disk(folder, images);
     let machine = machine.firmware().disk(&path, "raw", false).user_network("");
     let mut machine = machine.start(&folder.0).unwrap();
-    let line = machine.line_blocking(LOOKS, PATIENCE).unwrap();
+    let line = machine.line_blocking(LOOKS, *PATIENCE).unwrap();
     assert!(line.contains("peerpod-guest["), "not by systemd: {line}");
-    machine.line_blocking("it is not for production", PATIENCE).unwrap();
+    machine.line_blocking("it is not for production", *PATIENCE).unwrap();
     let console = machine.console();
     assert!(!console.contains("FAILED"), "{console}");
     drop(machine);
@@ -130,8 +130,8 @@ fn a_root_with_one_wrong_bit_is_not_booted() {
         file.read_exact_at(&mut byte, start + at).unwrap();
         file.write_all_at(&[byte[0] ^ 1], start + at).unwrap();
         let mut machine = Machine::new(1024).firmware().disk(&path, "raw", true).start(&folder.0).unwrap();
-        machine.line_blocking("dm-verity device corrupted", PATIENCE).unwrap();
-        machine.off_blocking(PATIENCE).unwrap();
+        machine.line_blocking("dm-verity device corrupted", *PATIENCE).unwrap();
+        machine.off_blocking(*PATIENCE).unwrap();
         let console = machine.console();
         assert!(!console.contains("peerpod-guest"), "{console}");
     }

@@ -52,7 +52,7 @@ impl Machine {
 
     async fn stop(self, place: &Place, daemons: &Daemons) {
         stop_in_time(&self.sandbox.shim, &self.sandbox.id).await.unwrap();
-        daemons.gone(&self.sandbox.id, PATIENCE).await.unwrap();
+        daemons.gone(&self.sandbox.id, *PATIENCE).await.unwrap();
         place.assert_clean();
     }
 }
@@ -72,12 +72,12 @@ async fn images_are_stored_on_the_machines_own_empty_disk() {
     assert_eq!(machine.looks().await, "ext4\n3\n", "{}", place.consoles());
     // The restarted guest finds its disk mounted, and continues to pull.
     drop(machine.sandbox.agent.exec(&exec_request(CONTAINER, "kill", &["/bin/sh", "-c", KILL])).await);
-    let rejoined = eventually("the node hears of it", PATIENCE, async || {
+    let rejoined = eventually("the node hears of it", *PATIENCE, async || {
         let log = std::fs::read_to_string(daemons.log("node")).ok()?;
         log.contains("the guest rejoined").then_some(())
     });
     rejoined.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
-    eventually("the agent answers again", PATIENCE, async || machine.sandbox.agent.check().await.ok())
+    eventually("the agent answers again", *PATIENCE, async || machine.sandbox.agent.check().await.ok())
         .await
         .unwrap();
     let other = format!("{}/{OTHER}", registry.address);

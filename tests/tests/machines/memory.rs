@@ -21,7 +21,7 @@ fn about_image() -> Value {
 /// Boots a pod with containers that may use `mib` MiB together, in its own VM.
 async fn boot(place: &Place, daemons: &Daemons, mib: u64) -> anyhow::Result<Sandbox> {
     let size = |annotations: Annotations| annotations.size("1", mib);
-    Sandbox::boot(daemons, place.world.pod()?, "memory", size, PATIENCE).await
+    Sandbox::boot(daemons, place.world.pod()?, "memory", size, *PATIENCE).await
 }
 
 /// Creates a container that sleeps, with the annotations of the webhook and of containerd.
@@ -51,7 +51,7 @@ async fn meminfo(machine: &Sandbox, key: &str) -> u64 {
 
 async fn end(place: &Place, daemons: &Daemons, machine: &Sandbox) {
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -72,7 +72,7 @@ async fn a_container_can_use_its_limit_and_ends_at_it() {
     assert_eq!(touch(&machine, CONTAINER, 250).await, 0, "{}", place.consoles());
     assert!(!out_of_memory.is_finished());
     assert_eq!(touch(&machine, CONTAINER, 270).await, 137);
-    let container = tokio::time::timeout(PATIENCE, out_of_memory).await.unwrap().unwrap().unwrap();
+    let container = tokio::time::timeout(*PATIENCE, out_of_memory).await.unwrap().unwrap().unwrap();
     assert_eq!(container, CONTAINER);
     // The limit applies to this container alone: its machine has more memory, and the other container has less.
     limited(&machine, "other", r#"{"main": 268435456, "other": 16777216}"#).await;
@@ -113,13 +113,13 @@ async fn error_and_log_of_a_vm_with_too_little_memory_name_the_cause() {
     let pod = place.world.pod().unwrap();
     let annotations = Annotations::new("default", &id).size("1", 32);
     shim.create_vm(&id, annotations, &pod.namespace().path()).await.unwrap();
-    let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    let error = tokio::time::timeout(*PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     let reason = "has ended: Kernel panic - not syncing: System is deadlocked on memory (";
     assert!(error.contains(reason), "{error}\n{}", place.consoles());
     assert!(error.contains("node.guest-memory-mib (the VM has 128 MiB)"), "{error}");
     let log = fs::read_to_string(daemons.log("node")).unwrap();
     assert!(log.contains(reason), "{log}");
     stop_in_time(&shim, &id).await.unwrap();
-    daemons.gone(&id, PATIENCE).await.unwrap();
+    daemons.gone(&id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }

@@ -71,8 +71,8 @@ impl Machine {
 
     async fn run(&self, command: &[&str]) -> anyhow::Result<String> {
         let request = exec_request("main", &fresh_id("exec"), command);
-        let output = timeout(PATIENCE, self.agent.exec(&request)).await;
-        let output = output.with_context(|| format!("{command:?}: no end within {PATIENCE:?}"))??;
+        let output = timeout(*PATIENCE, self.agent.exec(&request)).await;
+        let output = output.with_context(|| format!("{command:?}: no end within {:?}", *PATIENCE))??;
         ensure!(output.status == 0, "{command:?}: {output:?}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
@@ -80,7 +80,7 @@ impl Machine {
     /// Repeats a script in the pod until its output satisfies `is`.
     async fn until(&self, script: &str, is: impl Fn(&str) -> bool) -> anyhow::Result<String> {
         let mut last: anyhow::Result<String> = Err(anyhow::anyhow!("never asked"));
-        let seen = eventually(script, PATIENCE, async || {
+        let seen = eventually(script, *PATIENCE, async || {
             last = self.shell(script).await;
             last.as_ref().is_ok_and(|text| is(text)).then_some(())
         })
@@ -163,7 +163,7 @@ impl Machine {
     async fn is_reached(&self) -> anyhow::Result<()> {
         for address in self.pod.addresses() {
             let from = self.other.namespace().clone();
-            spawn_blocking(move || ping(&from, address, 56, PATIENCE)).await??;
+            spawn_blocking(move || ping(&from, address, 56, *PATIENCE)).await??;
         }
         Ok(())
     }
@@ -181,7 +181,7 @@ impl Machine {
 
     async fn stop(self, place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
         stop_promptly(&self.shim, &self.id).await?;
-        daemons.gone(&self.id, PATIENCE).await?;
+        daemons.gone(&self.id, *PATIENCE).await?;
         drop(self);
         place.assert_clean();
         Ok(())
@@ -289,8 +289,9 @@ impl Ticks {
 
     async fn read_to(&mut self, number: u64, machine: &Machine) -> anyhow::Result<()> {
         while self.last < number {
-            let read = timeout(PATIENCE, machine.agent.read_stdout("main", "ticks", 4096)).await;
-            let read = read.with_context(|| format!("no line after {} within {PATIENCE:?}", self.last))??;
+            let read = timeout(*PATIENCE, machine.agent.read_stdout("main", "ticks", 4096)).await;
+            let read =
+                read.with_context(|| format!("no line after {} within {:?}", self.last, *PATIENCE))??;
             ensure!(!read.is_empty(), "the exec ended after line {}", self.last);
             self.rest.extend(read);
             while let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
@@ -314,9 +315,9 @@ struct Transfer {
 impl Transfer {
     fn start(from: &Namespace, to: IpAddr) -> anyhow::Result<Transfer> {
         let to = SocketAddr::new(to, PORT_INSIDE);
-        let mut stream = from.run(|| TcpStream::connect_timeout(&to, PATIENCE))??;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut stream = from.run(|| TcpStream::connect_timeout(&to, *PATIENCE))??;
+        stream.set_read_timeout(Some(*PATIENCE))?;
+        stream.set_write_timeout(Some(*PATIENCE))?;
         stream.read_exact(&mut [0; 64])?;
         let (rounds, ending) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let thread = std::thread::spawn({
@@ -342,7 +343,7 @@ impl Transfer {
     /// Waits for rounds that began after this call.
     async fn goes_on(&self) -> anyhow::Result<()> {
         let before = self.rounds.load(SeqCst);
-        let on = eventually("the connection goes on", PATIENCE, async || {
+        let on = eventually("the connection goes on", *PATIENCE, async || {
             (self.rounds.load(SeqCst) > before + 1).then_some(())
         });
         on.await.with_context(|| format!("after round {before}"))
@@ -401,7 +402,7 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
         let host = format!("<host mac='{mac}' ip='{address}'/>");
         place.libvirtd.virsh(&["net-update", NETWORK, "add-last", "ip-dhcp-host", &host, "--live"])?;
     }
-    let known = eventually("the node knows the new address", PATIENCE, async || {
+    let known = eventually("the node knows the new address", *PATIENCE, async || {
         let entry = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == machine.id)?;
         entry.record.to_string().contains(OTHER_ADDRESS).then_some(())
     });

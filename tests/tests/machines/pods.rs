@@ -105,9 +105,9 @@ async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     // Ping and HTTP through the tunnel, in both families and directions.
     let server = PageServer::start(other.namespace()).unwrap();
     for (to, from) in machine.pod.addresses().into_iter().zip(other.addresses()) {
-        ping(other.namespace(), to, 56, PATIENCE).unwrap();
+        ping(other.namespace(), to, 56, *PATIENCE).unwrap();
         // The largest payload that fits with either family of the tunnel.
-        ping(other.namespace(), to, 1380, PATIENCE).unwrap();
+        ping(other.namespace(), to, 1380, *PATIENCE).unwrap();
         let url = std::net::SocketAddr::new(from, server.port());
         let page = machine.run(&["peerpod-test-tool", "fetch", &url.to_string()]).await.unwrap();
         assert!(page.contains(&to.to_string()), "{page}");
@@ -158,17 +158,17 @@ async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     daemons.kill_node().unwrap();
     for _ in 0..5 {
-        let ticks = timeout(PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
+        let ticks = timeout(*PATIENCE, machine.agent.read_stdout("main", "stream", 4096)).await;
         assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
     }
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
     assert!(machine.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
-    ping(other.namespace(), machine.pod.v4(), 56, PATIENCE).unwrap();
+    ping(other.namespace(), machine.pod.v4(), 56, *PATIENCE).unwrap();
     let peers = sample(&daemons.metrics("relay").unwrap(), "peerpod_relay_wireguard_peers").unwrap();
     assert_eq!(peers, 0.0, "the node reaches the VM at its own private address");
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -191,7 +191,7 @@ async fn a_provider_may_open_its_metadata_service_to_pods() {
     assert!(of_the_vm.contains("a page for 10.97.0."), "{of_the_vm}");
     assert_eq!(page_of_the_pod(&machine, METADATA, service.port()).await, Ok(of_the_vm));
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -207,12 +207,12 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     let began = Instant::now();
     place.libvirtd.virsh(&["destroy", &domain]).unwrap();
     let destroyed = Instant::now();
-    let (waited, over) = timeout(PATIENCE, waiting).await.expect("WaitProcess ends").unwrap();
+    let (waited, over) = timeout(*PATIENCE, waiting).await.expect("WaitProcess ends").unwrap();
     waited.unwrap_err();
     let known = over.saturating_duration_since(destroyed);
     report("vm_death_shim_s", known.as_secs_f64());
     assert!(!is_bench() || known < Duration::from_millis(1500), "{known:?}");
-    let cause = eventually("StartVM says what became of it", PATIENCE, async || {
+    let cause = eventually("StartVM says what became of it", *PATIENCE, async || {
         machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
     });
     let cause = cause.await.unwrap();
@@ -221,7 +221,7 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     let log = fs::read_to_string(daemons.log("node")).unwrap();
     assert!(log.contains(&format!("default/{}", machine.id)), "{log}");
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -247,12 +247,12 @@ async fn a_machine_ends_in_order_after_a_press_of_its_power_button() {
     assert!(before.contains("needs_recovery"), "it is mounted: {before}");
 
     // The driver of the button is loaded after the pod's start, and the kernel discards an earlier press.
-    let watched = eventually("the guest watches the power button", PATIENCE, async || {
+    let watched = eventually("the guest watches the power button", *PATIENCE, async || {
         place.consoles().contains("watching the power button").then_some(())
     });
     watched.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
-    let off = eventually("the machine is off", PATIENCE, async || {
+    let off = eventually("the machine is off", *PATIENCE, async || {
         let running = place.libvirtd.virsh(&["list", "--name"]).ok()?;
         (!running.contains(&domain)).then_some(())
     });
@@ -265,13 +265,13 @@ async fn a_machine_ends_in_order_after_a_press_of_its_power_button() {
     assert!(late.contains(&format!("Size: {}", 48 * 65536)), "{late}");
 
     // The pod ends as with any other end of its VM, and the node names the cause.
-    let cause = eventually("StartVM says what became of it", PATIENCE, async || {
+    let cause = eventually("StartVM says what became of it", *PATIENCE, async || {
         machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
     });
     let cause = cause.await.unwrap();
     assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
-    daemons.gone(&machine.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -301,10 +301,10 @@ async fn the_error_of_a_machine_that_never_dials_the_node_has_the_end_of_its_con
     let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());
     let shim = daemons.shim().await.unwrap();
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
-    let error = timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
+    let error = timeout(*PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err().to_string();
     assert!(error.contains("Kernel panic") || error.contains("not syncing"), "{error}");
     stop_in_time(&shim, &id).await.unwrap();
-    daemons.gone(&id, PATIENCE).await.unwrap();
+    daemons.gone(&id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -320,7 +320,7 @@ async fn eight_machines_at_once_come_and_go() {
     }
     for machine in machines {
         stop_in_time(&machine.shim, &machine.id).await.unwrap();
-        daemons.gone(&machine.id, PATIENCE).await.unwrap();
+        daemons.gone(&machine.id, *PATIENCE).await.unwrap();
     }
     place.assert_clean();
 }

@@ -79,8 +79,8 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let other = place.world.pod().unwrap();
     let server = PageServer::start(other.namespace()).unwrap();
     for (to, from) in machine.0.pod.addresses().into_iter().zip(other.addresses()) {
-        ping(other.namespace(), to, 56, PATIENCE).unwrap();
-        ping(other.namespace(), to, 1380, PATIENCE).unwrap();
+        ping(other.namespace(), to, 56, *PATIENCE).unwrap();
+        ping(other.namespace(), to, 1380, *PATIENCE).unwrap();
         let url = SocketAddr::new(from, server.port()).to_string();
         let page = machine.0.run(&["peerpod-test-tool", "fetch", &url]).await.unwrap();
         assert!(page.contains(&to.to_string()), "{page}");
@@ -115,28 +115,29 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     assert!(machine.0.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     daemons.kill_node().unwrap();
     for _ in 0..5 {
-        let ticks = tokio::time::timeout(PATIENCE, machine.0.agent.read_stdout("main", "stream", 4096)).await;
+        let ticks =
+            tokio::time::timeout(*PATIENCE, machine.0.agent.read_stdout("main", "stream", 4096)).await;
         assert!(ticks.unwrap().unwrap().starts_with(b"tick"), "with the node dead");
     }
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
     assert!(machine.0.agent.read_stdout("main", "stream", 4096).await.unwrap().starts_with(b"tick"));
     for to in machine.0.pod.addresses() {
-        ping(other.namespace(), to, 56, PATIENCE).unwrap();
+        ping(other.namespace(), to, 56, *PATIENCE).unwrap();
     }
 
     assert_eq!(place.libvirtd.firmware().unwrap().len(), 1, "libvirt keeps what UEFI remembers");
     // The power button: the guest flushes, and systemd shuts the machine down in order.
     let domain = place.libvirtd.domains().unwrap().remove(0);
     place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
-    let cause = eventually("the node says what became of it", PATIENCE, async || {
+    let cause = eventually("the node says what became of it", *PATIENCE, async || {
         machine.0.shim.start_vm(&machine.0.id).await.err().map(|error| error.to_string())
     });
     let cause = cause.await.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     assert!(cause.contains("has ended: it was shut down or powered itself off"), "{cause}");
     assert!(cause.contains("power button was pressed"), "its console is told: {cause}");
     stop_promptly(&machine.0.shim, &machine.0.id).await.unwrap();
-    daemons.gone(&machine.0.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.0.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -156,7 +157,7 @@ async fn a_machine_boots_a_disk_of_the_size_of_its_image() {
     assert!(consoles.lines().any(skipped) && !consoles.contains("Timed out"), "{consoles}");
     machine.runs(&registry).await;
     stop_promptly(&machine.0.shim, &machine.0.id).await.unwrap();
-    daemons.gone(&machine.0.id, PATIENCE).await.unwrap();
+    daemons.gone(&machine.0.id, *PATIENCE).await.unwrap();
     place.assert_clean();
 }
 
@@ -170,7 +171,7 @@ async fn a_provider_with_the_disk_passes_its_check() {
     let words = [&words[..2], &[config], &words[2..]].concat();
     let log = place.world.folder().join("check.log");
     let mut check = place.world.spawn(&binary("peerpod").unwrap(), &words, &log).unwrap();
-    let ended = eventually("the check ends", PATIENCE, async || check.try_wait().unwrap()).await;
+    let ended = eventually("the check ends", *PATIENCE, async || check.try_wait().unwrap()).await;
     let said = fs::read_to_string(&log).unwrap_or_default();
     let status = ended.unwrap_or_else(|error| panic!("{error:#}: {said}"));
     assert!(status.success(), "{status}: {said}");

@@ -51,7 +51,7 @@ async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let volumes = volumes_client(&node).await;
     let id = first.pod.volumes[0].volume.id.to_string();
     let ask = StatsRequest { pod_uid: first.pod.uid.clone(), volume_id: id.clone(), ..Default::default() };
-    let context = || ttrpc::context::with_duration(PATIENCE);
+    let context = || ttrpc::context::with_duration(*PATIENCE);
     let before = volumes.stats(context(), &ask).await.unwrap();
     assert!(before.used_bytes >= 8 << 20 && before.total_bytes < 1 << 30, "{before:?}");
     empty.grow(2 << 10);

@@ -41,9 +41,33 @@ const ARM: Board = Board {
     firmware: "/usr/share/AAVMF/AAVMF_CODE.fd",
     variables: "/usr/share/AAVMF/AAVMF_VARS.fd",
 };
+/// Bare boots that one step of a machine may take: a step does more than a boot, and others run beside it.
+const BOOTS_PER_STEP: u32 = 100;
+/// Least time limit of a step. The host can become busy after the measurement.
+const LEAST: Duration = Duration::from_secs(240);
+/// Time limit of the measured boot.
+const SLOWEST_BOOT: Duration = Duration::from_secs(600);
 const INTERVAL: Duration = Duration::from_millis(20);
 /// Number of the console's last characters in an error.
 const TAIL: usize = 3000;
+
+/// Returns the time limit of one step of an emulated machine, such as its boot or shutdown, on a host that runs others,
+/// too. It follows from a boot of the minimal image in `folder`, which it measures.
+///
+/// # Errors
+/// Fails if there is no image (`make image`), or the machine does not boot.
+pub fn patience(folder: &Path) -> anyhow::Result<Duration> {
+    let place = std::env::temp_dir().join(format!("peerpod-bare-boot-{}", std::process::id()));
+    fs::create_dir_all(&place)?;
+    let mut machine = Machine::new(512).minimal_image(folder, "")?.start(&place)?;
+    machine.line_blocking("waiting for user-data", SLOWEST_BOOT)?;
+    let boot = machine.began().elapsed();
+    drop(machine);
+    fs::remove_dir_all(&place)?;
+    let limit = LEAST.max(BOOTS_PER_STEP * boot);
+    println!("a bare boot took {boot:?}; each step of a machine may take {limit:?}");
+    Ok(limit)
+}
 
 /// Definition of a machine.
 #[derive(Debug, Clone)]

@@ -76,9 +76,9 @@ impl Service {
 
     /// Waits until the VM has had the answer to such a request.
     fn until_asked(&self, line: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + *PATIENCE;
         while !self.asked.lock().unwrap().iter().any(|asked| asked.starts_with(line)) {
-            assert!(Instant::now() < deadline, "no {line} within {PATIENCE:?}");
+            assert!(Instant::now() < deadline, "no {line} within {:?}", *PATIENCE);
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -160,7 +160,7 @@ fn a_machine_of_clouds_has_its_user_data_its_disks_and_the_notice_of_its_end() {
         + &forward("169.254.169.254:80", port)
         + &forward(&format!("{NODE}:{}", home.port), home.port);
     let (line, qemu) = ("probe=cloud-disks".to_owned(), qemu(&network));
-    let vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
+    let mut vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
     let said = vm.says("the link is up");
     home.relay.up(&home.runtime);
     assert!(said.contains("found user-data"), "{said}");

@@ -90,11 +90,11 @@ fn a_machine_boots_dials_the_node_and_ends_with_its_lease_and_a_clean_disk() {
     run("mke2fs", &["-q", "-t", "ext4", disk.to_str().unwrap()]);
     let drive = format!("file={},if=virtio,format=raw", disk.display());
     let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
-    qemu.extend(words(&NIC).into_iter().chain(words(&["-drive", &drive, "-no-reboot"])));
+    qemu.extend(words(&NIC).into_iter().chain(words(&["-drive", &drive])));
     let mut vm = Vm::boot(&folder, Wanted { line: "probe=disk".into(), qemu, ..Wanted::default() });
     vm.says("the link is up");
     home.relay.up(&home.runtime);
-    println!("connected to the node after {:?}", vm.began.elapsed());
+    println!("connected to the node after {:?}", vm.began().elapsed());
     let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
     assert_eq!(reply.error, "", "{}", vm.console());
     let stages: Vec<_> = reply
@@ -146,7 +146,7 @@ fn a_machine_of_aarch64_dials_the_node_and_takes_its_assignment() {
     let (folder, mut home) = (Folder::new("aarch64"), Home::new());
     let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
     qemu.extend(words(&NIC));
-    let vm = Vm::boot_aarch64(&qemu);
+    let mut vm = Vm::boot_aarch64(&folder, &qemu);
     vm.says("Kernel is locked down from securityfs");
     vm.says("the link is up");
     home.relay.up(&home.runtime);
@@ -194,7 +194,7 @@ fn user_data_is_found_on_disks_of_each_kind() {
         qemu.extend(words(&["-drive", &format!("file={at},if=virtio,format=raw,readonly=on")]));
         let line: serde_json::Value = basic_toml::from_str(config_drive).unwrap();
         let files = vec![("etc/peerpod/sources/openstack.json", 0o644, line.to_string().into_bytes())];
-        let vm = Vm::boot(&folder, Wanted { qemu, files, ..Wanted::default() });
+        let mut vm = Vm::boot(&folder, Wanted { qemu, files, ..Wanted::default() });
         let said = vm.says("the link is up");
         home.relay.up(&home.runtime);
         assert!(said.contains("found user-data"), "{said}");
@@ -209,7 +209,7 @@ fn a_machine_gets_the_static_address_of_the_kernels_line() {
     let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
     qemu.extend(words(&NIC));
     let line = "ip=10.0.2.77::10.0.2.2:255.255.255.0::eth0:off:10.0.2.3".to_owned();
-    let vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
+    let mut vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
     vm.says("the link is up");
     home.relay.up(&home.runtime);
     let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
@@ -231,7 +231,7 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
     qemu.extend(words(&NIC));
     let line = "probe=stop-serve softdog.soft_margin=20".to_owned();
-    let vm =
+    let mut vm =
         Vm::boot(&folder, Wanted { line, qemu: qemu.clone(), settings: settings(), ..Wanted::default() });
     vm.says("PROBE stopped ");
     vm.says("serve hangs: it is killed and started again");
@@ -243,7 +243,8 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     drop(vm);
 
     let line = "probe=stop-always softdog.soft_margin=20".to_owned();
-    let vm = Vm::boot(&folder, Wanted { line, qemu, settings: settings(), ..Wanted::default() });
+    qemu.extend(words(&["-action", "reboot=reset"]));
+    let mut vm = Vm::boot(&folder, Wanted { line, qemu, settings: settings(), ..Wanted::default() });
     vm.says("the watchdog is not fed any more");
     vm.until("a second boot", |said| said.matches("the watchdog is active").count() == 2);
 }
@@ -253,7 +254,7 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
 fn a_missing_module_is_logged_on_the_console() {
     let folder = Folder::new("missing");
     let files = vec![("etc/peerpod/modules", 0o644, b"# none of these\nno_such_module # really\n".to_vec())];
-    let vm = Vm::boot(&folder, Wanted { files, ..Wanted::default() });
+    let mut vm = Vm::boot(&folder, Wanted { files, ..Wanted::default() });
     vm.says("waiting for user-data");
     vm.says("the image has no kernel module for \"no_such_module\"");
     vm.says("PROBE pivot_root exit status: 0 END");

@@ -1,15 +1,17 @@
 //! Runs a real VM in QEMU: the minimal image's kernel and initramfs, and on top of it the additions of a test.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::process::Command;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Time limit for software emulation, on a machine that does other things as well.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(150);
+use peerpod_world::qemu::{self, Machine, Running};
+
+/// Time limit of one step of an emulated machine.
+pub(crate) static PATIENCE: LazyLock<Duration> =
+    LazyLock::new(|| qemu::patience(&built("image/minimal")).unwrap());
 
 /// Folder that is removed with the test.
 pub(crate) struct Folder(pub(crate) PathBuf);
@@ -106,20 +108,7 @@ pub(crate) struct Wanted {
 }
 
 /// Running VM, which ends with this value.
-pub(crate) struct Vm {
-    pub(crate) child: Child,
-    console: Arc<Mutex<String>>,
-    /// Reads the console until QEMU ends.
-    reader: Option<JoinHandle<()>>,
-    pub(crate) began: Instant,
-}
-
-impl Drop for Vm {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
+pub(crate) struct Vm(Running);
 
 impl Vm {
     /// Boots a VM.
@@ -142,76 +131,41 @@ impl Vm {
         archives.extend(cpio(&files));
         fs::write(&initrd, archives).unwrap();
         let line = format!("console=ttyS0 quiet no_timer_check panic=1 {}", wanted.line);
-        let machine = ["qemu-system-x86_64", "-machine", "q35", "-cpu", "max"];
-        Vm::start(&machine, &image("vmlinuz"), &initrd, &line, &wanted.qemu)
+        let machine = Machine::new(512).kernel(&image("vmlinuz"), &initrd, &line);
+        Vm(machine.with(&wanted.qemu).start(&folder.0).unwrap())
     }
 
     /// Boots the unmodified image of `make image ARCH=aarch64`.
-    pub(crate) fn boot_aarch64(qemu: &[String]) -> Vm {
-        let [kernel, initrd, about] = ["vmlinuz", "initrd.img", "image.json"]
-            .map(|name| built(&format!("image/aarch64/minimal/{name}")));
-        let about: serde_json::Value = serde_json::from_slice(&fs::read(about).unwrap()).unwrap();
-        let line = format!("{} loglevel=6", about["cmdline_emulated"].as_str().unwrap());
-        let machine = ["qemu-system-aarch64", "-machine", "virt", "-cpu", "cortex-a72"];
-        Vm::start(&machine, &kernel, &initrd, &line, qemu)
+    pub(crate) fn boot_aarch64(folder: &Folder, qemu: &[String]) -> Vm {
+        let image = built("image/aarch64/minimal");
+        let machine = Machine::aarch64(512).minimal_image(&image, "loglevel=6").unwrap();
+        Vm(machine.with(qemu).start(&folder.0).unwrap())
     }
 
-    fn start(machine: &[&str], kernel: &Path, initrd: &Path, line: &str, qemu: &[String]) -> Vm {
-        let mut child = Command::new(machine[0])
-            .args(&machine[1..])
-            .args(["-accel", "tcg", "-m", "512", "-smp", "1"])
-            .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci"])
-            .arg("-kernel")
-            .arg(kernel)
-            .arg("-initrd")
-            .arg(initrd)
-            .args(["-append", line])
-            .args(qemu)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap_or_else(|error| {
-                panic!("{}: {error}: scripts/setup (test, long) installs it", machine[0])
-            });
-        let console = Arc::<Mutex<String>>::default();
-        let (mut output, into) = (child.stdout.take().unwrap(), console.clone());
-        let reader = std::thread::spawn(move || {
-            let mut part = [0; 4096];
-            while let Ok(length @ 1..) = output.read(&mut part) {
-                into.lock().unwrap().push_str(&String::from_utf8_lossy(&part[..length]));
-            }
-        });
-        Vm { child, console, reader: Some(reader), began: Instant::now() }
+    pub(crate) fn began(&self) -> Instant {
+        self.0.began()
     }
 
     pub(crate) fn console(&self) -> String {
-        self.console.lock().unwrap().clone()
+        self.0.console()
     }
 
-    /// Waits until the console contains this text; returns the console.
-    pub(crate) fn says(&self, what: &str) -> String {
-        self.until(what, |said| said.contains(what))
+    /// Waits until the console has a line with this text; returns the console.
+    pub(crate) fn says(&mut self, what: &str) -> String {
+        self.0.line_blocking(what, *PATIENCE).unwrap();
+        self.console()
     }
 
-    pub(crate) fn until(&self, what: &str, is: impl Fn(&str) -> bool) -> String {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let said = self.console();
-            if is(&said) {
-                return said;
-            }
-            assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}:\n{said}");
+    pub(crate) fn until(&self, what: &str, is: impl Fn(&str) -> bool) {
+        let deadline = Instant::now() + *PATIENCE;
+        while !is(&self.console()) {
+            assert!(Instant::now() < deadline, "{what}: not within {:?}:\n{}", *PATIENCE, self.console());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
     /// Waits until QEMU itself has ended, as it does when the machine is switched off. The console is complete then.
     pub(crate) fn ends(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
-        while self.child.try_wait().unwrap().is_none() {
-            assert!(Instant::now() < deadline, "the machine is still on:\n{}", self.console());
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        self.reader.take().map(JoinHandle::join).transpose().unwrap();
+        self.0.off_blocking(*PATIENCE).unwrap();
     }
 }
