@@ -140,8 +140,10 @@ pub fn request(name: &str) -> CreateRequest {
     CreateRequest { name: name.into(), user_data: "{\"peerpod\":1}".into(), ..CreateRequest::default() }
 }
 
+/// Returns a key of this test alone: VMs of tests that run at once share the host's cgroups, which have the VM's name.
 pub fn key(number: u32) -> IdempotencyKey {
-    IdempotencyKey::derive("test", "sandbox", number)
+    let space = fs::read_link("/proc/thread-self/ns/net").unwrap();
+    IdempotencyKey::derive("test", &space.display().to_string(), number)
 }
 
 pub fn runtime() -> tokio::runtime::Runtime {
