@@ -23,6 +23,7 @@ use crate::config::Settings;
 use crate::encrypted::Encrypted;
 use crate::files;
 use crate::images::Images;
+use crate::init;
 use crate::network::{self, Network};
 use crate::power::Lease;
 use crate::status::Status;
@@ -69,6 +70,16 @@ impl From<String> for Error {
     fn from(text: String) -> Error {
         Error::Part(text)
     }
+}
+
+/// Adds the cause to an error without the image's drivers, which is a symptom alone: "unknown device type".
+fn with_cause(error: Error) -> Error {
+    if !init::is_ours() || init::is_complete() {
+        return error;
+    }
+    Error::Part(format!(
+        "{error}; the image's /usr is not mounted, and its drivers are missing (see the VM's console)"
+    ))
 }
 
 pub(crate) struct PodAssignment {
@@ -161,7 +172,7 @@ impl PodAssignment {
             self.keep(&plan)?;
             *current = Some(plan.clone());
         }
-        let applied = self.apply(&plan).await;
+        let applied = self.apply(&plan).await.map_err(with_cause);
         if let Err(error) = &applied {
             self.status.error(&error.to_string());
             // The pod goes on with its present network, also after a restart of this program.

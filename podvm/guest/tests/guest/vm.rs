@@ -222,6 +222,20 @@ fn a_machine_gets_the_static_address_of_the_kernels_line() {
     assert_eq!(home.relay.ask(&home.runtime, Body::Flush(Flush::new())).error, "");
 }
 
+/// Tests an image whose /usr cannot be mounted: the node gets the cause, and not only the kernel's lack of a driver.
+#[test]
+fn without_its_usr_a_machine_refuses_the_pod_with_the_cause() {
+    let (folder, mut home) = (Folder::new("usr"), Home::new());
+    let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
+    qemu.extend(words(&NIC));
+    let files = vec![("usr.squashfs", 0o644, b"no file system".to_vec())];
+    let mut vm = Vm::boot(&folder, Wanted { qemu, files, ..Wanted::default() });
+    vm.says("cannot mount /usr.squashfs");
+    home.relay.up(&home.runtime);
+    let error = home.relay.ask(&home.runtime, Body::Personalise(plan(300))).error;
+    assert!(error.contains("tunnel device") && error.contains("/usr is not mounted"), "{error}");
+}
+
 /// A guest program that hangs is killed and comes back; if it hangs every time, the watchdog resets the machine.
 #[test]
 fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
