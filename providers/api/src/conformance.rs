@@ -162,11 +162,26 @@ macro_rules! conformance_tests {
     };
 }
 
-/// Tries one promise with a fresh harness.
+/// Tries one promise with a fresh harness and reports it to the test runner.
 ///
 /// # Panics
 /// When the provider does not keep it.
 pub fn run<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) {
+    match verdict(make, promise) {
+        Ok(()) => {}
+        Err(Stop::NotApplicable(why)) => println!("not applicable: {}: {why}", promise.words()),
+        Err(Stop::Broken(how)) => panic!("{}: {how}", promise.words()),
+    }
+}
+
+/// Tries one promise with a fresh harness.
+///
+/// # Errors
+/// The promise was broken, or cannot be tried.
+///
+/// # Panics
+/// When the operating system gives no thread for the trial.
+pub fn verdict<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) -> Checked {
     let harness: Arc<dyn Harness> = Arc::new(make());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime for the check");
@@ -175,9 +190,5 @@ pub fn run<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) {
     harness.record(!matches!(verdict, Err(Stop::Broken(_))));
     // The trial goes before the runtime, which its provider may need to shut down.
     drop((trial, harness));
-    match verdict {
-        Ok(()) => {}
-        Err(Stop::NotApplicable(why)) => println!("not applicable: {}: {why}", promise.words()),
-        Err(Stop::Broken(how)) => panic!("{}: {how}", promise.words()),
-    }
+    verdict
 }
