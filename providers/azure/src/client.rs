@@ -13,7 +13,6 @@ use peerpod_provider_rest::{
     Failure, Hosts, Http, HttpAnswer, HttpSettings, Method, Next, Request, Rest, TokenSource, Tokens, Url,
 };
 use serde_json::Value;
-use tokio::time::Instant;
 
 use crate::config::{AzureConfig, AzureCredentials};
 use crate::ids::ResourceId;
@@ -158,11 +157,6 @@ impl Arm {
         self.rest.pages(call, first, Next::Link("/nextLink"), page).await?;
         Ok(items)
     }
-}
-
-/// Returns a call for the scheduler.
-pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, until: Instant) -> ApiCall<'c> {
-    ApiCall { action, owner, what, deadline: until }
 }
 
 /// Returns the source of tokens that settings and environment describe.

@@ -2,12 +2,12 @@
 //! storage.
 
 use peerpod_provider_api::{Error, InstanceId};
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::until;
 use peerpod_provider_rest::{Hosts, Method, Request, Url, read};
 
 use crate::Azure;
-use crate::client::{COMPUTE, call};
+use crate::client::COMPUTE;
 use crate::volumes::short;
 
 /// Returns the last `limit` bytes of a VM's console.
@@ -18,7 +18,7 @@ pub(crate) async fn tail(azure: &Azure, id: &InstanceId, limit: usize) -> Result
     let vm = azure.vm_id(id)?.ok_or_else(gone)?;
     let path = format!("{}/retrieveBootDiagnosticsData", vm.text());
     let request = arm.request(Method::POST, &path, COMPUTE);
-    let call = call("VirtualMachines_RetrieveBootDiagnosticsData", vm.name(), &what, until());
+    let call = ApiCall::new("VirtualMachines_RetrieveBootDiagnosticsData", vm.name(), &what);
     let answer = arm.call(call, &request).await?.json();
     let Some(url) = read::text(&answer, "/serialConsoleLogBlobUri") else { return Ok(Vec::new()) };
     let log = fetch(azure, url).await.map_err(|error| error.during(&what))?;

@@ -9,14 +9,14 @@ use std::time::Duration;
 use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
-use peerpod_provider_cloud::{MachineType, Offering, VmState, Wait, names};
+use peerpod_provider_cloud::{ApiCall, MachineType, Offering, VmState, Wait, names};
 use peerpod_provider_rest::header::IF_NONE_MATCH;
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait};
 use tokio::time::Instant;
 
 use crate::Azure;
 use crate::body::Body;
-use crate::client::{Arm, COMPUTE, call};
+use crate::client::{Arm, COMPUTE};
 use crate::config::ALPHABET;
 use crate::facts::AzureFacts;
 use crate::ids::ResourceId;
@@ -84,7 +84,7 @@ impl AzureLaunch<'_> {
         let request =
             self.arm.request(Method::PUT, &id.text(), COMPUTE).header(IF_NONE_MATCH, "*").json(&body.whole());
         let what = self.what();
-        let call = call("VirtualMachines_CreateOrUpdate", self.key.as_str(), &what, self.until);
+        let call = ApiCall::new("VirtualMachines_CreateOrUpdate", self.key.as_str(), &what).until(self.until);
         let answer = self.arm.call(call, &request).await?;
         Ok(answer.header("azure-asyncoperation").map(str::to_owned))
     }

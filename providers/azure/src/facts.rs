@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use peerpod_provider_api::{Arch, Confidential, Error, Market};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Catalogue, Location, MachineType, Prices, until};
+use peerpod_provider_cloud::{ApiCall, Catalogue, Location, MachineType, Prices};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
-use crate::client::{Arm, SKUS, call};
+use crate::client::{Arm, SKUS};
 use crate::config::AzureConfig;
 use crate::image::AzureImageFacts;
 
@@ -120,7 +120,7 @@ async fn image(arm: &Arm, config: &AzureConfig) -> Result<AzureImageFacts, Error
         return Err(Error::invalid("find the image: there is none; set provider.azure.image-id"));
     };
     let what = "look at the image";
-    let image = AzureImageFacts::load(arm, id, call("Images_Get", OWNER, what, until())).await?;
+    let image = AzureImageFacts::load(arm, id, ApiCall::new("Images_Get", OWNER, what)).await?;
     if image.arch != config.arch {
         return Err(Error::invalid(format!(
             "{what} {}: it is for {}, the pods are for {}; set provider.azure.image-id to one for these, or \
@@ -144,7 +144,7 @@ async fn skus(arm: &Arm, config: &AzureConfig) -> Result<Vec<Sku>, Error> {
     let path = format!("{}/providers/Microsoft.Compute/skus", arm.subscription());
     let filter = format!("location eq '{}'", config.region);
     let request = arm.get(&path, SKUS).query("$filter", &filter);
-    let call = call("ResourceSkus_List", OWNER, "look at the VM sizes", until());
+    let call = ApiCall::new("ResourceSkus_List", OWNER, "look at the VM sizes");
     Ok(arm.list(call, &request, |item| sku(item, config)).await?)
 }
 

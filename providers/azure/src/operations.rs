@@ -1,10 +1,11 @@
 //! Reads the operation of an accepted call, which explains a failure. May call Azure.
 
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_rest::{Request, Said, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Arm, call};
+use crate::client::Arm;
 
 /// Returns code and message of an operation that failed; `None`: it did not fail, or Azure does not tell. The object's
 /// own state decides, so no error of this look matters.
@@ -16,7 +17,7 @@ pub(crate) async fn failure(
 ) -> Option<Said> {
     // The link carries our token, so it must lead to the endpoint.
     let url = arm.rest().hosts().follow(operation?).ok()?;
-    match arm.call(call("Operations_Get", owner, what, until), &Request::get(url)).await {
+    match arm.call(ApiCall::new("Operations_Get", owner, what).until(until), &Request::get(url)).await {
         Ok(answer) => said(&answer.json()),
         Err(failure) => {
             tracing::debug!("the state of an operation is not known: {}", failure.error);

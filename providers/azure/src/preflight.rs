@@ -2,6 +2,7 @@
 //! all failures in one error.
 
 use peerpod_provider_api::{Error, Preflight};
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::settings::UNSIGNED;
 use peerpod_provider_cloud::until;
@@ -9,7 +10,7 @@ use peerpod_provider_rest::read;
 use serde_json::Value;
 
 use crate::Azure;
-use crate::client::{Arm, COMPUTE, NETWORK, RIGHTS, call};
+use crate::client::{Arm, COMPUTE, NETWORK, RIGHTS};
 use crate::facts::AzureFacts;
 use crate::{remove, vms};
 
@@ -100,7 +101,7 @@ fn said(azure: &Azure, facts: &AzureFacts) -> Vec<String> {
 
 async fn subnet(arm: &Arm, id: &str) -> Result<(), Error> {
     let what = "look at the subnet";
-    match arm.call(call("Subnets_Get", OWNER, what, until()), &arm.get(id, NETWORK)).await {
+    match arm.call(ApiCall::new("Subnets_Get", OWNER, what), &arm.get(id, NETWORK)).await {
         Ok(_) => Ok(()),
         Err(failure) => Err(match failure.error {
             Error::NotFound { text } => Error::Invalid {
@@ -114,7 +115,7 @@ async fn subnet(arm: &Arm, id: &str) -> Result<(), Error> {
 /// Returns the rights that the identity lacks in the resource group.
 async fn missing_rights(arm: &Arm) -> Result<Vec<&'static str>, Error> {
     let path = format!("{}/providers/Microsoft.Authorization/permissions", arm.group());
-    let call = call("Permissions_ListForResourceGroup", OWNER, "look at the rights", until());
+    let call = ApiCall::new("Permissions_ListForResourceGroup", OWNER, "look at the rights");
     let roles = arm.list(call, &arm.get(&path, RIGHTS), |role| Some(role.clone())).await?;
     Ok(RIGHTS_OF_A_NODE
         .iter()
@@ -159,7 +160,7 @@ struct Quota {
 
 /// Returns the quotas that matter: of all cores, and of the family of the configured type.
 async fn quotas(azure: &Azure, arm: &Arm, facts: &AzureFacts) -> Result<Vec<Quota>, Error> {
-    let call = call("Usage_List", OWNER, "look at the quotas", until());
+    let call = ApiCall::new("Usage_List", OWNER, "look at the quotas");
     let request = arm.get(&format!("{}/usages", arm.location()), COMPUTE);
     let family = facts.families.get(&azure.config.instance_type);
     let quota = |usage: &Value| {

@@ -14,13 +14,13 @@ use peerpod_provider_api::{
 use peerpod_provider_cloud::exhausted::{LONGEST, Scope};
 use peerpod_provider_cloud::refusal::clip;
 use peerpod_provider_cloud::{
-    Kept, Look, Lookup, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window,
+    ApiCall, Kept, Look, Lookup, Offering, Planner, Policy, Recent, Scheduler, Strays, VmState, Wait, Window,
     check_creates, offering, until, wait_for,
 };
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use crate::client::{self, Arm, call};
+use crate::client::{self, Arm};
 use crate::config::AzureConfig;
 use crate::create::AzureLaunch;
 use crate::facts::{AzureFacts, FRESH};
@@ -111,9 +111,9 @@ impl Azure {
         let addresses = |window| vms::inspect_addresses(arm.clone(), public, window);
         let connected = AzureConnection {
             inspect: vms::inspect(arm.clone(), Window::LIST),
-            look_in_a_burst: vms::inspect(arm.clone(), vms::IN_A_BURST),
+            look_in_a_burst: vms::inspect(arm.clone(), Window::BURST),
             addresses: addresses(Window::LIST),
-            addresses_in_a_burst: addresses(vms::IN_A_BURST),
+            addresses_in_a_burst: addresses(Window::BURST),
             arm: arm.clone(),
         };
         // Another caller may have been faster; both clients are as good.
@@ -159,7 +159,7 @@ impl Azure {
             return Ok(image);
         }
         let image = Arc::new(
-            AzureImageFacts::load(self.arm()?, &id, call("Images_Get", "image", &what, until())).await?,
+            AzureImageFacts::load(self.arm()?, &id, ApiCall::new("Images_Get", "image", &what)).await?,
         );
         let mut images = self.images.lock();
         if images.len() >= MOST_IMAGES {

@@ -7,12 +7,12 @@ use std::collections::HashSet;
 
 use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Strays, until};
+use peerpod_provider_cloud::{ApiCall, Strays, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Arm, COMPUTE, DISKS, NETWORK, call};
+use crate::client::{Arm, COMPUTE, DISKS, NETWORK};
 use crate::ids::{DISK, ResourceId, vm_of_part};
 use crate::vms;
 
@@ -26,7 +26,7 @@ const MOST_STRAY: usize = 1000;
 /// Requests the deletion of a VM. A VM that is gone is as good.
 pub(crate) async fn vm(arm: &Arm, id: &ResourceId, what: &str, until: Instant) -> Result<(), Error> {
     let request = arm.request(Method::DELETE, &id.text(), COMPUTE).query("forceDeletion", "true");
-    match arm.call(call("VirtualMachines_Delete", id.name(), what, until), &request).await {
+    match arm.call(ApiCall::new("VirtualMachines_Delete", id.name(), what).until(until), &request).await {
         Ok(_) => Ok(()),
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),
         // Azure does the same work twice.
@@ -74,14 +74,19 @@ async fn stray(arm: &Arm, owner: &Owner) -> Result<Vec<String>, Error> {
         let id = ResourceId::of_kind(read::text(value, "/id")?, DISK)?;
         read::text(value, "/managedBy").is_none().then_some(id)
     };
-    parts.extend(arm.list(call("Disks_ListByResourceGroup", "stray", what, until), &disks, disk).await?);
+    parts.extend(
+        arm.list(ApiCall::new("Disks_ListByResourceGroup", "stray", what).until(until), &disks, disk).await?,
+    );
     let addresses =
         arm.get(&format!("{}/providers/Microsoft.Network/publicIPAddresses", arm.group()), NETWORK);
     let address = |value: &Value| {
         let id = ResourceId::of_kind(read::text(value, "/id")?, PUBLIC)?;
         value.pointer("/properties/ipConfiguration").is_none_or(Value::is_null).then_some(id)
     };
-    parts.extend(arm.list(call("PublicIPAddresses_List", "stray", what, until), &addresses, address).await?);
+    parts.extend(
+        arm.list(ApiCall::new("PublicIPAddresses_List", "stray", what).until(until), &addresses, address)
+            .await?,
+    );
     // The VMs last: a part whose VM this list lacks has lost it.
     let vms = vms::list(arm, what, until).await?;
     let existing: HashSet<&str> = vms.iter().map(|vm| vm.id.name()).collect();
@@ -120,7 +125,7 @@ async fn part(arm: &Arm, id: &ResourceId, what: &str, until: Instant) -> Result<
         _ => return Ok(false),
     };
     let request = arm.request(Method::DELETE, &id.text(), version);
-    match arm.call(call(action, "stray", what, until), &request).await {
+    match arm.call(ApiCall::new(action, "stray", what).until(until), &request).await {
         Ok(_) => Ok(true),
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(true),
         // It has a VM after all, or Azure reserves it for a VM that failed, for three minutes. The next search finds it.

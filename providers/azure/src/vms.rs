@@ -4,17 +4,17 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, InstanceId, Owned, OwnedState, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, names};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, VmState, Window, names};
 use peerpod_provider_rest::{Failure, Said, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Arm, COMPUTE, NETWORK, call};
+use crate::client::{Arm, COMPUTE, NETWORK};
 use crate::config::ALPHABET;
 use crate::ids::{ResourceId, VM, vm_of_part};
 
@@ -107,7 +107,7 @@ pub(crate) async fn one(
     until: Instant,
 ) -> Result<Option<AzureVm>, Failure> {
     let request = arm.get(&id.text(), COMPUTE).query("$expand", "instanceView");
-    match arm.call(call("VirtualMachines_Get", id.name(), what, until), &request).await {
+    match arm.call(ApiCall::new("VirtualMachines_Get", id.name(), what).until(until), &request).await {
         Ok(answer) => AzureVm::of(&answer.json()).map(Some).ok_or_else(|| {
             Error::transient(format!("{what}: Azure's answer is not that of a VM; it is tried again")).into()
         }),
@@ -115,10 +115,6 @@ pub(crate) async fn one(
         Err(failure) => Err(failure),
     }
 }
-
-/// Window for a burst: it collects the VMs of many pods and closes before a guest has booted.
-pub(crate) const IN_A_BURST: Window =
-    Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 /// Returns the batcher that looks up single VMs, by their ids. `None`: Azure does not know the VM (any more, or yet).
 pub(crate) fn inspect(arm: Arm, window: Window) -> Lookup<AzureVm> {
@@ -149,7 +145,7 @@ async fn by_ids(arm: Arm, ids: Vec<String>, until: Instant) -> Result<HashMap<St
 /// Returns the VMs of the resource group, those of other owners included.
 pub(crate) async fn list(arm: &Arm, what: &str, until: Instant) -> Result<Vec<AzureVm>, Failure> {
     let request = arm.get(&format!("{}/providers/Microsoft.Compute/virtualMachines", arm.group()), COMPUTE);
-    arm.list(call("VirtualMachines_List", "list", what, until), &request, AzureVm::of).await
+    arm.list(ApiCall::new("VirtualMachines_List", "list", what).until(until), &request, AzureVm::of).await
 }
 
 /// A network interface as Azure shows it.
@@ -187,7 +183,7 @@ impl AzureNic {
 /// Returns all interfaces of the resource group.
 pub(crate) async fn nics(arm: &Arm, what: &str, until: Instant) -> Result<Vec<AzureNic>, Failure> {
     let request = arm.get(&format!("{}/providers/Microsoft.Network/networkInterfaces", arm.group()), NETWORK);
-    arm.list(call("NetworkInterfaces_List", "list", what, until), &request, AzureNic::of).await
+    arm.list(ApiCall::new("NetworkInterfaces_List", "list", what).until(until), &request, AzureNic::of).await
 }
 
 /// Returns the public addresses of the resource group, by their ids in lower case.
@@ -196,7 +192,9 @@ async fn public_addresses(arm: &Arm, what: &str, until: Instant) -> Result<HashM
     let address = |value: &Value| {
         Some((read::text(value, "/id")?.to_ascii_lowercase(), read::address(value, "/properties/ipAddress")?))
     };
-    let all = arm.list(call("PublicIPAddresses_List", "list", what, until), &request, address).await?;
+    let all = arm
+        .list(ApiCall::new("PublicIPAddresses_List", "list", what).until(until), &request, address)
+        .await?;
     Ok(all.into_iter().collect())
 }
 

@@ -5,12 +5,12 @@
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::{VmState, until};
+use peerpod_provider_cloud::{ApiCall, VmState, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::{Value, json};
 
 use crate::Azure;
-use crate::client::{Arm, COMPUTE, DISKS, call};
+use crate::client::{Arm, COMPUTE, DISKS};
 use crate::ids::{DISK, ResourceId};
 use crate::operations;
 use crate::provider::LOOKS;
@@ -73,7 +73,7 @@ fn in_use(what: &str, vm: &str) -> Error {
 
 async fn get(arm: &Arm, id: &ResourceId, what: &str) -> Result<Option<Value>, Error> {
     let request = arm.get(&id.text(), DISKS);
-    match arm.call(call("Disks_Get", id.name(), what, until()), &request).await {
+    match arm.call(ApiCall::new("Disks_Get", id.name(), what), &request).await {
         Ok(answer) => Ok(Some(answer.json())),
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(None),
         Err(failure) => Err(failure.error),
@@ -157,7 +157,7 @@ async fn ours(azure: &Azure, id: &ResourceId, what: &str) -> Result<Option<Azure
 async fn change(arm: &Arm, vm: &ResourceId, body: &Value, what: &str) -> Result<Option<String>, Error> {
     let path = format!("{}/attachDetachDataDisks", vm.text());
     let request = arm.request(Method::POST, &path, COMPUTE).json(body);
-    let answer = arm.call(call(CHANGE, vm.name(), what, until()), &request).await?;
+    let answer = arm.call(ApiCall::new(CHANGE, vm.name(), what), &request).await?;
     Ok(answer.header("azure-asyncoperation").map(str::to_owned))
 }
 

@@ -33,6 +33,10 @@ impl Window {
     /// For describes and deletes (karpenter's figures).
     pub const LIST: Window =
         Window { idle: Duration::from_millis(100), longest: Duration::from_secs(1), most: 500 };
+    /// For describes in a burst of pods. The cloud's buckets then let few calls through per second, and a window that
+    /// closes at the first pause would contain one VM. This window closes before a guest has booted.
+    pub const BURST: Window =
+        Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 }
 
 /// Result of a call for several items: one answer per item, in their order, or one error for all of them.

@@ -15,7 +15,6 @@ use peerpod_provider_rest::{
     read,
 };
 use serde_json::Value;
-use tokio::time::Instant;
 
 use crate::config::PowerVsConfig;
 use crate::refusal::DIALECT;
@@ -100,11 +99,6 @@ impl Power {
             Err(failure) => Err(failure),
         }
     }
-}
-
-/// Returns a call for the scheduler.
-pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, until: Instant) -> ApiCall<'c> {
-    ApiCall { action, owner, what, deadline: until }
 }
 
 /// Source that keeps the account which a token names.

@@ -13,13 +13,13 @@ use std::collections::HashSet;
 use parking_lot::Mutex;
 use peerpod_provider_api::{Chosen, CreateRequest, Created, Error, IdempotencyKey, InstanceId};
 use peerpod_provider_cloud::refusal::clip;
-use peerpod_provider_cloud::{VmState, names, until};
+use peerpod_provider_cloud::{ApiCall, VmState, names, until};
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait, ibm, read};
 use tokio::time::Instant;
 
 use crate::PowerVs;
 use crate::body::body;
-use crate::client::{Power, call};
+use crate::client::Power;
 use crate::config::is_name;
 use crate::duplicates;
 use crate::refusal::REFUSALS;
@@ -128,7 +128,8 @@ impl PowerVsLaunch<'_> {
         let body = body(config, name, self.request, self.image, self.size, &tags);
         let request = self.power.request(Method::POST, ["pvm-instances"]).json(&body);
         unclear.begin(name);
-        let answer = self.power.call(call(CREATE, self.key.as_str(), &what, self.until), &request).await;
+        let answer =
+            self.power.call(ApiCall::new(CREATE, self.key.as_str(), &what).until(self.until), &request).await;
         let answer = match answer {
             Ok(answer) => answer.json(),
             Err(failure) => {

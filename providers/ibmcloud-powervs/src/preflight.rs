@@ -2,13 +2,12 @@
 //! one error. May call `images.get`, `networks.get`, `systempools.get`, and the calls of lists.
 
 use peerpod_provider_api::{Error, Preflight};
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::until;
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
 use crate::PowerVs;
-use crate::client::call;
 
 /// Owner of these calls, for the scheduler.
 const OWNER: &str = "preflight";
@@ -68,7 +67,7 @@ async fn object(
 ) -> Result<Value, Error> {
     let [kind, id] = path;
     let what = format!("look at {kind}/{id}");
-    let found = power_vs.power()?.find(call(action, OWNER, &what, until()), path).await?;
+    let found = power_vs.power()?.find(ApiCall::new(action, OWNER, &what), path).await?;
     found.ok_or_else(|| {
         Error::invalid(format!("{what}: the workspace has none; correct provider.ibmcloud-powervs.{setting}"))
     })
@@ -78,7 +77,7 @@ async fn object(
 async fn pools(power_vs: &PowerVs) -> Result<Value, Error> {
     let what = "look at the system pools";
     let found =
-        power_vs.power()?.find(call("systempools.get", OWNER, what, until()), ["system-pools"]).await?;
+        power_vs.power()?.find(ApiCall::new("systempools.get", OWNER, what), ["system-pools"]).await?;
     Ok(found.unwrap_or_default())
 }
 

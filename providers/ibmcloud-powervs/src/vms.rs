@@ -12,12 +12,12 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use parking_lot::Mutex;
 use peerpod_provider_api::{Error, InstanceId, Owned};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, addresses, names};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, VmState, Window, addresses, names};
 use peerpod_provider_rest::{Failure, Method, Said, ibm, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Power, call};
+use crate::client::Power;
 use crate::config::is_name;
 
 /// Most VMs with kept tags. Beyond that the others are read again.
@@ -108,7 +108,8 @@ pub(crate) async fn one(
     what: &str,
     until: Instant,
 ) -> Result<Option<(PowerVsVm, Marks)>, Failure> {
-    let found = power.find(call("pvminstances.get", id, what, until), ["pvm-instances", id]).await?;
+    let found =
+        power.find(ApiCall::new("pvminstances.get", id, what).until(until), ["pvm-instances", id]).await?;
     let Some(found) = found else { return Ok(None) };
     let vm = PowerVsVm::of(&found).filter(|vm| vm.id == id);
     let odd = || Error::transient(format!("{what}: the answer is another VM; it is tried again"));
@@ -119,7 +120,8 @@ pub(crate) async fn one(
 /// Returns Peerpod's VMs of the workspace, those of other owners included.
 pub(crate) async fn list(power: &Power, what: &str, until: Instant) -> Result<Vec<PowerVsVm>, Failure> {
     let request = power.request(Method::GET, ["pvm-instances"]);
-    let answer = power.call(call("pvminstances.getall", "list", what, until), &request).await?.json();
+    let answer =
+        power.call(ApiCall::new("pvminstances.getall", "list", what).until(until), &request).await?.json();
     let all = answer.get("pvmInstances").and_then(Value::as_array);
     let all = all.ok_or_else(|| Error::transient(format!("{what}: the answer has no list")))?;
     let ours = all.iter().filter_map(PowerVsVm::of).filter(|vm| vm.name.starts_with(names::ALL));
@@ -129,7 +131,7 @@ pub(crate) async fn list(power: &Power, what: &str, until: Instant) -> Result<Ve
 /// Requests the deletion of a VM. A VM that is gone is as good.
 pub(crate) async fn delete(power: &Power, id: &str, what: &str, until: Instant) -> Result<(), Error> {
     let request = power.request(Method::DELETE, ["pvm-instances", id]);
-    match power.call(call("pvminstances.delete", id, what, until), &request).await {
+    match power.call(ApiCall::new("pvminstances.delete", id, what).until(until), &request).await {
         Ok(_) => Ok(()),
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => Ok(()),
         Err(failure) => Err(failure.error),

@@ -10,7 +10,6 @@ use peerpod_provider_rest::{
     ibm,
 };
 use serde_json::Value;
-use tokio::time::Instant;
 
 use crate::config::{IbmCloudConfig, IbmCloudCredentials};
 use crate::refusal::DIALECT;
@@ -117,11 +116,6 @@ impl Vpc {
         self.rest.pages(call, &first.query("limit", PAGE), Next::Part("/next/href", "start"), page).await?;
         Ok(items)
     }
-}
-
-/// Returns a call for the scheduler.
-pub(crate) fn call<'c>(action: &'static str, owner: &'c str, what: &'c str, until: Instant) -> ApiCall<'c> {
-    ApiCall { action, owner, what, deadline: until }
 }
 
 /// Returns the source of tokens that the settings describe.

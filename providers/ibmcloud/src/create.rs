@@ -13,13 +13,13 @@ use std::sync::Arc;
 use peerpod_provider_api::{CreateRequest, Created, DiskIdentity, Error, IdempotencyKey, InstanceId, Market};
 use peerpod_provider_cloud::exhausted::Scope;
 use peerpod_provider_cloud::refusal::{Meaning, clip};
-use peerpod_provider_cloud::{Offering, VmState, until};
+use peerpod_provider_cloud::{ApiCall, Offering, VmState, until};
 use peerpod_provider_rest::{Decision, Failure, Method, Said, decide, end_of_wait, ibm, read};
 use tokio::time::Instant;
 
 use crate::IbmCloud;
 use crate::body::Body;
-use crate::client::{Vpc, call};
+use crate::client::Vpc;
 use crate::ids::{self, IbmCloudPlace};
 use crate::refusal::{REFUSALS, is_of_the_subnet, standing};
 use crate::vms::{self, IbmCloudVm};
@@ -86,8 +86,11 @@ impl IbmCloudLaunch<'_> {
         };
         let what = self.what();
         let request = self.vpc.request(Method::POST, ["instances"]).json(&body.whole());
-        let answer =
-            self.vpc.call(call(CREATE, self.key.as_str(), &what, self.until), &request).await?.json();
+        let answer = self
+            .vpc
+            .call(ApiCall::new(CREATE, self.key.as_str(), &what).until(self.until), &request)
+            .await?
+            .json();
         if let Some(crn) = read::text(&answer, "/crn").filter(|_| !config.tags.is_empty()) {
             let (ibm, crn, name) = (Arc::clone(self.ibm), crn.to_owned(), name.to_owned());
             tokio::spawn(async move { tags::attach(&ibm, &crn, &name).await });

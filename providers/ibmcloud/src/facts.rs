@@ -8,11 +8,11 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use peerpod_provider_api::{Arch, Confidential, Error, Market};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Catalogue, Location, MachineType, Prices, until};
+use peerpod_provider_cloud::{ApiCall, Catalogue, Location, MachineType, Prices};
 use peerpod_provider_rest::read;
 use serde_json::Value;
 
-use crate::client::{Vpc, call};
+use crate::client::Vpc;
 use crate::config::IbmCloudConfig;
 use crate::ids::IbmCloudPlace;
 
@@ -194,7 +194,7 @@ fn places(
 }
 
 async fn profiles(vpc: &Vpc, config: &IbmCloudConfig) -> Result<Vec<Profile>, Error> {
-    let call = call("list_instance_profiles", OWNER, "look at the profiles", until());
+    let call = ApiCall::new("list_instance_profiles", OWNER, "look at the profiles");
     let request = vpc.get(["instance", "profiles"]);
     Ok(vpc.list(call, "profiles", request, |item| profile(item, config)).await?)
 }
@@ -242,7 +242,7 @@ async fn subnets(
 ) -> Result<Vec<InZone>, Error> {
     all(wanted.iter().map(async |id| {
         let what = format!("look at the subnet {id}");
-        let found = vpc.find(call("get_subnet", OWNER, &what, until()), &vpc.get(["subnets", id])).await?;
+        let found = vpc.find(ApiCall::new("get_subnet", OWNER, &what), &vpc.get(["subnets", id])).await?;
         let bad = |why: String| Error::invalid(format!("{what}: {why}; correct provider.ibmcloud.{setting}"));
         let found = found.ok_or_else(|| bad("there is no such subnet in the region".to_owned()))?;
         let zone = read::text(&found, "/zone/name").unwrap_or_default();
@@ -267,7 +267,7 @@ async fn targets(vpc: &Vpc, kind: &[&str], wanted: &[String]) -> Result<Vec<InZo
     all(wanted.iter().map(async |id| {
         let what = format!("look at the {word} {id}");
         let request = vpc.get(kind.iter().copied().chain([id.as_str()]));
-        let found = vpc.find(call(action, OWNER, &what, until()), &request).await?;
+        let found = vpc.find(ApiCall::new(action, OWNER, &what), &request).await?;
         let zone = found.as_ref().and_then(|found| read::text(found, "/zone/name"));
         let zone = zone.ok_or_else(|| {
             Error::invalid(format!(
@@ -296,7 +296,7 @@ async fn images(vpc: &Vpc, config: &IbmCloudConfig) -> Result<Vec<(Arch, String)
 /// Looks at an image that a VM can start from.
 pub(crate) async fn image(vpc: &Vpc, id: &str, what: &str) -> Result<(Arch, String), Error> {
     let what = format!("{what} {id}");
-    let found = vpc.find(call("get_image", OWNER, &what, until()), &vpc.get(["images", id])).await?;
+    let found = vpc.find(ApiCall::new("get_image", OWNER, &what), &vpc.get(["images", id])).await?;
     let bad = |why: &str| Error::invalid(format!("{what}: {why}; set image-ids to an image of this region"));
     let found = found.ok_or_else(|| bad("there is no such image that the identity may use"))?;
     match read::text(&found, "/status").unwrap_or_default() {

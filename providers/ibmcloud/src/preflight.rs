@@ -4,12 +4,13 @@
 //! No call shows whether a create is allowed: the VPC API has no dry run.
 
 use peerpod_provider_api::{Error, Preflight};
+use peerpod_provider_cloud::ApiCall;
 use peerpod_provider_cloud::refusal::together;
 use peerpod_provider_cloud::settings::UNSIGNED;
 use peerpod_provider_cloud::until;
 
 use crate::IbmCloud;
-use crate::client::{Vpc, call};
+use crate::client::Vpc;
 use crate::facts::IbmCloudFacts;
 use crate::{remove, vms};
 
@@ -79,7 +80,7 @@ async fn security_groups(vpc: &Vpc, wanted: &[String]) -> Result<(), Error> {
     let mut errors = Vec::new();
     for id in wanted {
         let what = format!("look at the security group {id}");
-        let call = call("get_security_group", OWNER, &what, until());
+        let call = ApiCall::new("get_security_group", OWNER, &what);
         match vpc.find(call, &vpc.get(["security_groups", id])).await {
             Ok(Some(_)) => {}
             Ok(None) => errors.push(Error::invalid(format!(

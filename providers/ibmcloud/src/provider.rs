@@ -105,7 +105,7 @@ impl IbmCloud {
         let inspect = |window| vms::inspect(vpc.clone(), self.config.vpc.clone(), window);
         let connected = IbmCloudConnection {
             inspect: inspect(Window::LIST),
-            look_in_a_burst: inspect(vms::IN_A_BURST),
+            look_in_a_burst: inspect(Window::BURST),
             vpc: vpc.clone(),
         };
         // Another caller may have been faster; both clients are as good.

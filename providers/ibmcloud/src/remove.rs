@@ -5,11 +5,11 @@
 
 use peerpod_provider_api::{Error, Owner};
 use peerpod_provider_cloud::refusal::together;
-use peerpod_provider_cloud::{Strays, until};
+use peerpod_provider_cloud::{ApiCall, Strays, until};
 use peerpod_provider_rest::Method;
 use tokio::time::Instant;
 
-use crate::client::{Vpc, call};
+use crate::client::Vpc;
 use crate::vms::{self, BootVolume};
 
 /// Stray volumes that one search returns at most; the next search finds the others.
@@ -18,7 +18,12 @@ const MOST_STRAY: usize = 1000;
 /// Requests the deletion of a VM. A VM that is gone is as good.
 pub(crate) async fn vm(vpc: &Vpc, id: &str, what: &str, until: Instant) -> Result<(), Error> {
     let request = vpc.request(Method::DELETE, ["instances", id]);
-    gone(vpc.call(call("delete_instance", id, what, until), &request).await.map(drop).map_err(Into::into))
+    gone(
+        vpc.call(ApiCall::new("delete_instance", id, what).until(until), &request)
+            .await
+            .map(drop)
+            .map_err(Into::into),
+    )
 }
 
 fn gone(answer: Result<(), Error>) -> Result<(), Error> {
@@ -46,12 +51,12 @@ pub(crate) async fn clean(strays: &Strays, vpc: &Vpc, owner: &Owner) -> Result<u
 /// Deletes a boot volume that has no VM; `false`: it is in use after all, or has another owner.
 async fn volume(vpc: &Vpc, owner: &Owner, id: &str) -> Result<bool, Error> {
     let what = format!("delete of the unused boot volume {id}");
-    let found = vpc.find(call("get_volume", "stray", &what, until()), &vpc.get(["volumes", id])).await?;
+    let found = vpc.find(ApiCall::new("get_volume", "stray", &what), &vpc.get(["volumes", id])).await?;
     let Some(found) = found.as_ref().and_then(BootVolume::of) else { return Ok(true) };
     if !found.is_free || !found.marks.are_of(owner) {
         return Ok(false);
     }
     let request = vpc.request(Method::DELETE, ["volumes", id]);
-    let deleted = vpc.call(call("delete_volume", "stray", &what, until()), &request).await;
+    let deleted = vpc.call(ApiCall::new("delete_volume", "stray", &what), &request).await;
     gone(deleted.map(drop).map_err(Into::into)).map(|()| true)
 }

@@ -3,17 +3,17 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, Owner};
 use peerpod_provider_cloud::batch::{self, what};
-use peerpod_provider_cloud::{Lookup, Marks, VmState, Window, marks};
+use peerpod_provider_cloud::{ApiCall, Lookup, Marks, VmState, Window, marks};
 use peerpod_provider_rest::{Failure, Said, ibm, read};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::client::{Vpc, call};
+use crate::client::Vpc;
 use crate::ids;
 
 /// Most VMs that are looked at one by one.
@@ -122,7 +122,8 @@ pub(crate) async fn one(
     what: &str,
     until: Instant,
 ) -> Result<Option<IbmCloudVm>, Failure> {
-    let found = vpc.find(call("get_instance", id, what, until), &vpc.get(["instances", id])).await?;
+    let found =
+        vpc.find(ApiCall::new("get_instance", id, what).until(until), &vpc.get(["instances", id])).await?;
     let Some(found) = found else { return Ok(None) };
     let odd = || Error::transient(format!("{what}: the answer is another instance; it is tried again"));
     let vm = IbmCloudVm::of(&found).filter(|vm| vm.id == id);
@@ -137,14 +138,11 @@ pub(crate) async fn named(
     until: Instant,
 ) -> Result<Option<IbmCloudVm>, Failure> {
     let request = vpc.get(["instances"]).query("name", name);
-    let found =
-        vpc.list(call("list_instances", name, what, until), "instances", request, IbmCloudVm::of).await?;
+    let found = vpc
+        .list(ApiCall::new("list_instances", name, what).until(until), "instances", request, IbmCloudVm::of)
+        .await?;
     Ok(found.into_iter().find(|vm| vm.name == name))
 }
-
-/// Window for a burst: it collects the VMs of many pods and closes before a guest has booted.
-pub(crate) const IN_A_BURST: Window =
-    Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 /// Returns the batcher that looks up single VMs, by their ids. `None`: IBM does not know the VM (any more, or yet).
 pub(crate) fn inspect(vpc: Vpc, network: String, window: Window) -> Lookup<IbmCloudVm> {
@@ -175,7 +173,8 @@ async fn by_ids(
 /// Returns the VMs of the VPC, those of other owners included.
 async fn list(vpc: &Vpc, network: &str, what: &str, until: Instant) -> Result<Vec<IbmCloudVm>, Failure> {
     let request = vpc.get(["instances"]).query("vpc.id", network);
-    vpc.list(call("list_instances", "list", what, until), "instances", request, IbmCloudVm::of).await
+    vpc.list(ApiCall::new("list_instances", "list", what).until(until), "instances", request, IbmCloudVm::of)
+        .await
 }
 
 /// Boot volume with our tags.
@@ -212,8 +211,9 @@ pub(crate) async fn boot_volumes(
 ) -> Result<Vec<BootVolume>, Failure> {
     let cluster = format!("{}:{}", ibm::TAGS.name(marks::CLUSTER), ibm::TAGS.value(&owner.cluster_id));
     let request = vpc.get(["volumes"]).query("tag", &cluster);
-    let mut found =
-        vpc.list(call("list_volumes", "list", what, until), "volumes", request, BootVolume::of).await?;
+    let mut found = vpc
+        .list(ApiCall::new("list_volumes", "list", what).until(until), "volumes", request, BootVolume::of)
+        .await?;
     found.retain(|volume| volume.marks.are_of(owner));
     Ok(found)
 }

@@ -6,12 +6,11 @@
 
 use futures_util::future::try_join_all;
 use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId};
-use peerpod_provider_cloud::{VmState, until};
+use peerpod_provider_cloud::{ApiCall, VmState, until};
 use peerpod_provider_rest::{Method, read};
 use serde_json::{Value, json};
 
 use crate::IbmCloud;
-use crate::client::call;
 use crate::ids;
 use crate::vms::{self, DataVolume, IbmCloudVm};
 
@@ -55,7 +54,7 @@ pub(crate) async fn zones(ibm: &IbmCloud, disks: &[DiskRequest], what: &str) -> 
 
 async fn get(ibm: &IbmCloud, volume: &str, what: &str) -> Result<Option<Value>, Error> {
     let vpc = ibm.vpc()?;
-    Ok(vpc.find(call("get_volume", volume, what, until()), &vpc.get(["volumes", volume])).await?)
+    Ok(vpc.find(ApiCall::new("get_volume", volume, what), &vpc.get(["volumes", volume])).await?)
 }
 
 /// Returns the instance that has a volume.
@@ -91,7 +90,7 @@ pub(crate) async fn attach(
         let body = json!({"volume": {"id": volume}, "delete_volume_on_instance_delete": false});
         let vpc = ibm.vpc()?;
         let request = vpc.request(Method::POST, ["instances", &vm.id, "volume_attachments"]).json(&body);
-        let call = call("create_instance_volume_attachment", &vm.id, &what, until());
+        let call = ApiCall::new("create_instance_volume_attachment", &vm.id, &what);
         vpc.call(call, &request).await?;
     }
     let attached = ibm.looks.until(None, || async {
@@ -113,7 +112,7 @@ pub(crate) async fn detach(ibm: &IbmCloud, id: &InstanceId, volume: &str) -> Res
     let Some((attached, vm)) = attachment().await? else { return Ok(()) };
     let vpc = ibm.vpc()?;
     let request = vpc.request(Method::DELETE, ["instances", &vm, "volume_attachments", &attached]);
-    let call = call("delete_instance_volume_attachment", &vm, &what, until());
+    let call = ApiCall::new("delete_instance_volume_attachment", &vm, &what);
     match vpc.call(call, &request).await {
         Ok(_) => {}
         Err(failure) if matches!(failure.error, Error::NotFound { .. }) => return Ok(()),

@@ -113,7 +113,7 @@ impl Aws {
             let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
             Ok(AwsConnection {
                 inspect: vms::inspect(ec2.clone(), Window::LIST),
-                look_in_a_burst: vms::inspect(ec2.clone(), vms::IN_A_BURST),
+                look_in_a_burst: vms::inspect(ec2.clone(), Window::BURST),
                 terminate: remove::terminate(ec2.clone(), self.owner.clone()),
                 volumes: volumes::inspect(ec2.clone()),
                 ec2,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use aws_sdk_ec2::operation::describe_instances::builders::DescribeInstancesFluentBuilder;
 use aws_sdk_ec2::types::{Filter, Instance, InstanceLifecycleType, InstanceStateName, Reservation};
@@ -86,11 +86,6 @@ impl AwsVm {
         Some(self.marks.owned(id, self.state.owned()?, self.addresses(public), self.launched))
     }
 }
-
-/// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
-/// would contain one VM. This window closes before a guest has booted.
-pub(crate) const IN_A_BURST: Window =
-    Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 /// Returns the batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
 pub(crate) fn inspect(ec2: Ec2, window: Window) -> Lookup<AwsVm> {
