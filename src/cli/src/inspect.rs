@@ -1,6 +1,7 @@
 //! Subcommands about single peer pods: `list`, `describe`, `trace`, `console` and `orphans`. Read-only. In a cluster
 //! `console` and `orphans` run `peerpod` in the pods of `peerpod-node`, because the provider answers the node.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -224,6 +225,9 @@ async fn events(source: &Source, vm: &Vm) -> anyhow::Result<Vec<EventLine>> {
     };
     let mut lines: Vec<EventLine> = found.into_iter().map(line).collect();
     lines.sort_by_key(|line| line.at);
+    // The node posts the same Event on the pod and on its PeerPod.
+    let mut seen = HashSet::new();
+    lines.retain(|line| seen.insert((line.reason.clone(), line.message.clone())));
     Ok(lines)
 }
 

@@ -113,7 +113,8 @@ pub(super) async fn shows(world: &World) {
     for part in ["vm          vm-web", "vm_made", "VMCreated", "node        front-1"] {
         assert!(described.contains(part), "{part}: {described}");
     }
-    println!("{described}");
+    // The node posts it on the pod and on the PeerPod.
+    assert_eq!(described.matches("VMCreated").count(), 1, "{described}");
     assert_eq!(read(world, &["describe", "sandbox-web", "-o", "json"])["pod"], "front/web");
     let trace = ok(world, &["trace", "web"]);
     assert!(trace.contains("running    18.000 s     +6.000 s"), "{trace}");
@@ -360,10 +361,13 @@ async fn states(world: &World) {
         peerpods.patch_status(name, &PatchParams::default(), &patch).await.unwrap();
     }
     let events: Api<Event> = Api::namespaced(world.client.clone(), NS);
-    let event = json!({"metadata": {"name": "web.1"}, "involvedObject": {"kind": "Pod", "namespace": NS, "name": "web"},
-        "reason": "VMCreated", "message": "VM vm-web made", "type": "Normal",
-        "count": 1, "lastTimestamp": "2026-01-01T00:00:00Z", "source": {"component": "peerpod-node"}});
-    events.create(&PostParams::default(), &from_value(event).unwrap()).await.unwrap();
+    for (number, kind) in ["Pod", "PeerPod"].into_iter().enumerate() {
+        let event = json!({"metadata": {"name": format!("web.{number}")},
+            "involvedObject": {"kind": kind, "namespace": NS, "name": "web"},
+            "reason": "VMCreated", "message": "VM vm-web made", "type": "Normal",
+            "count": 1, "lastTimestamp": "2026-01-01T00:00:00Z", "source": {"component": "peerpod-node"}});
+        events.create(&PostParams::default(), &from_value(event).unwrap()).await.unwrap();
+    }
     wait_for("the PeerPod's status", LIMIT, async || {
         let found = peerpods.get("web").await?;
         Ok(found.status.is_some().then(|| found.name_any()))
