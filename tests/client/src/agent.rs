@@ -16,6 +16,7 @@ use peerpod_proto::agent_ttrpc::{AgentServiceClient, HealthClient};
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::sync::Mutex;
+use tokio::time::timeout;
 use ttrpc::context::{self, Context};
 
 use crate::Error;
@@ -29,6 +30,9 @@ const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 /// Deadline of every request that is not a long poll. The Rust shim's `create_container_timeout` is 110 s in deploy/kata; an
 /// emulated VM on a busy machine needs more.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(240);
+
+/// Deadline of a whole exec.
+const EXEC_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Bytes that both shims read per request.
 const READ_LEN: u32 = 8192;
@@ -289,8 +293,16 @@ impl AgentClient {
 
     /// Sends ExecProcess and returns its [`AgentClient::output`].
     pub async fn exec(&self, request: &ExecProcessRequest) -> Result<Output, Error> {
-        self.exec_process(request).await?;
-        self.output(&request.container_id, &request.exec_id).await
+        let whole = async {
+            self.exec_process(request).await?;
+            self.output(&request.container_id, &request.exec_id).await
+        };
+        let late = |_| {
+            let text = format!("no end within {EXEC_TIMEOUT:?}: {:?}", request.process.Args);
+            let subject = process_name(&request.container_id, &request.exec_id);
+            Err(Error::Call { method: "ExecProcess", subject, source: ttrpc::Error::Others(text) })
+        };
+        timeout(EXEC_TIMEOUT, whole).await.unwrap_or_else(late)
     }
 }
 
