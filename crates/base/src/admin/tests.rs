@@ -58,7 +58,9 @@ async fn a_scraper_gets_the_format_that_it_prefers() {
 
 #[tokio::test]
 async fn a_start_that_waits_is_alive_and_frees_the_port() {
-    let (address, ready) = ("127.88.0.1:18080".parse().unwrap(), Ready::default());
+    // The port must be free again, so it cannot be any: an address of this process's own.
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let (address, ready) = (SocketAddr::from(([127, 88, high, low], 18080)), Ready::default());
     let (asked, seen) = (AtomicBool::new(false), Mutex::new(Vec::new()));
     let ask = || async {
         if !asked.swap(true, Ordering::Relaxed) {
