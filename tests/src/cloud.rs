@@ -11,10 +11,8 @@ use peerpod_base::config::{Reader, Sources};
 use peerpod_provider_api::{CreateRequest, Error, IdempotencyKey, Owner, Provider, Size, with_deadline};
 use tokio::time::{Instant, timeout};
 
+pub use crate::PATIENCE;
 use crate::{Dice, report};
-
-/// Longest wait of a test for any condition.
-pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Cloud of one test, which is a fake or a simulator.
 pub trait TestCloud {

@@ -20,7 +20,7 @@ use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest, Storage
 use peerpod_world::{Daemons, Namespace, Pod, Sight, World, eventually, stop};
 
 /// Time limit of one step, on a machine that is busy with other tests.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Id of the container that every [`Sandbox`] has.
 pub const CONTAINER: &str = "main";

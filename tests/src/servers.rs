@@ -9,12 +9,10 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use peerpod_world::{World, eventually_blocking};
 
-/// Time limit of a server's start, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::PATIENCE;
 
 /// A running server.
 pub struct Server(Child);

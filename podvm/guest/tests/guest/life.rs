@@ -22,7 +22,7 @@ use peerpod_proto::guest::request::Body;
 use peerpod_proto::guest::{self, Flush, Personalise};
 use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
-use relay::Relay;
+use relay::{PATIENCE, Relay};
 
 const INNER: &str = "PEERPOD_GUEST_TEST_INNER";
 const AGENT: &str = "PEERPOD_GUEST_TEST_AGENT";
@@ -32,7 +32,6 @@ const SERVICE: &str = r#"ip link set lo up
     while :; do end=0; "$GUEST" serve || end=$?; [ $end != 70 ] || exit 0; sleep 0.1; done"#;
 const NODE: &str = "10.98.0.1";
 const SANDBOX: &str = "sandbox-1";
-const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_guest_claims_serves_survives_a_restart_and_ends_with_its_lease() {

@@ -27,7 +27,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 /// Longest wait of a test, on a slow machine.
-pub const PATIENCE: Duration = Duration::from_secs(40);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits for a future, and fails the test instead of waiting for ever.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
