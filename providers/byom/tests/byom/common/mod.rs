@@ -24,8 +24,8 @@ pub use machine::Machine;
 
 /// Interval of the guests' looks at their files.
 const LOOK: Duration = Duration::from_millis(20);
-/// First port of the servers, which no other server of this machine has.
-const PORT: u16 = 22_022;
+/// First port of the servers, below those that the kernel chooses. Each process adds its own number to it.
+const PORT: u16 = 20_000;
 
 /// Pool of one test. Its machines end with it.
 pub struct Site {
@@ -90,7 +90,8 @@ impl Site {
         }
         fs::copy(folder.join("key.pub"), folder.join("authorized_keys")).unwrap();
         // One server has the port at all addresses of the loopback device.
-        let port = PORT + u16::from(address(0).octets()[2]);
+        let process = (std::process::id() % 10_000) as u16;
+        let port = PORT + process + u16::from(address(0).octets()[2]);
         let machine = |number: u8| {
             let address = SocketAddr::from((address(number), port));
             Mutex::new(Machine::prepare(&folder, address, netns))
