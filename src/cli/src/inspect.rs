@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures_util::{StreamExt as _, stream};
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::jiff::Timestamp;
 use peerpod_common::id::SandboxId;
 use peerpod_node::admin::Orphan;
@@ -216,7 +216,8 @@ async fn events(source: &Source, vm: &Vm) -> anyhow::Result<Vec<EventLine>> {
     if let Some(peerpod) = vm.peerpod.as_deref().filter(|peerpod| *peerpod != pod) {
         found.extend(cluster.events(namespace, peerpod).await?);
     }
-    let line = |event: k8s_openapi::api::core::v1::Event| EventLine {
+    drop_doubles(&mut found);
+    let line = |event: Event| EventLine {
         at: event.last_timestamp.map(|at| at.0).or(event.event_time.map(|at| at.0)),
         kind: event.type_.unwrap_or_default(),
         reason: event.reason.unwrap_or_default(),
@@ -225,10 +226,16 @@ async fn events(source: &Source, vm: &Vm) -> anyhow::Result<Vec<EventLine>> {
     };
     let mut lines: Vec<EventLine> = found.into_iter().map(line).collect();
     lines.sort_by_key(|line| line.at);
-    // The node posts the same Event on the pod and on its PeerPod.
-    let mut seen = HashSet::new();
-    lines.retain(|line| seen.insert((line.reason.clone(), line.message.clone())));
     Ok(lines)
+}
+
+/// Drops each Event of a PeerPod that its pod has, too: the node posts it on both. Equal Events of a pod stay, such as
+/// those of two containers.
+fn drop_doubles(events: &mut Vec<Event>) {
+    let words = |event: &Event| (event.reason.clone(), event.message.clone());
+    let is_of = |event: &Event, kind: &str| event.involved_object.kind.as_deref() == Some(kind);
+    let of_pod: HashSet<_> = events.iter().filter(|event| is_of(event, "Pod")).map(words).collect();
+    events.retain(|event| !(is_of(event, "PeerPod") && of_pod.contains(&words(event))));
 }
 
 fn last_lines(text: &str) -> Vec<String> {
@@ -434,6 +441,26 @@ mod tests {
             let vm = Vm { sandbox: sandbox.to_owned(), ..Vm::default() };
             assert_eq!(sandbox_of(&vm).is_ok(), is, "{sandbox}");
         }
+    }
+
+    #[test]
+    fn an_event_of_pod_and_peerpod_is_one_and_those_of_two_containers_are_two() {
+        let event = |kind: &str, message: &str| {
+            let mut event = Event { message: Some(message.to_owned()), ..Event::default() };
+            event.involved_object.kind = Some(kind.to_owned());
+            event
+        };
+        let all = [
+            ("Pod", "made"),
+            ("PeerPod", "made"),
+            ("Pod", "started"),
+            ("Pod", "started"),
+            ("PeerPod", "gone"),
+        ];
+        let mut events: Vec<Event> = all.into_iter().map(|(kind, message)| event(kind, message)).collect();
+        drop_doubles(&mut events);
+        let left: Vec<&str> = events.iter().filter_map(|event| event.message.as_deref()).collect();
+        assert_eq!(left, ["made", "started", "started", "gone"]);
     }
 
     #[test]
