@@ -12,6 +12,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -28,6 +29,9 @@ const LOOP: u64 = 7;
 
 /// Longest time for one change of a loop device, in seconds.
 const LIMIT: &str = "30";
+
+/// Longest wait for the last close of a detached loop device. A mounted device is closed much later.
+const RELEASE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Record of an attached disk.
 #[derive(Debug, Serialize, Deserialize)]
@@ -181,13 +185,7 @@ impl Shared {
         let Some(mut taken) = self.taken_by(id, volume)? else { return Ok(()) };
         let last = taken.vms.len() == 1;
         if last && let Some(number) = loops_of(&taken.file).map_err(Error::transient)?.first().copied() {
-            let run = detach_loop(number, &taken.file);
-            let still = loops_of(&taken.file).map_err(Error::transient)?.contains(&number);
-            // The kernel releases the device when its last user does.
-            if still {
-                let why = run.err().unwrap_or_else(|| "it is in use, is it mounted?".to_owned());
-                return Err(Error::transient(why));
-            }
+            detach_loop(number, &taken.file).map_err(Error::transient)?;
         }
         if let Ok(Some(dev)) = self.dev_of(id) {
             let link = dev.join("disk/by-id").join(name_of(volume));
@@ -312,13 +310,22 @@ fn loops_of(file: &Path) -> Result<Vec<u64>, String> {
     Ok(listed.lines().filter_map(|line| number(line.trim())).collect())
 }
 
-/// Detaches a loop device if it belongs to the file still.
+/// Detaches a loop device if it belongs to the file still. Waits until the kernel has released it.
 fn detach_loop(number: u64, file: &Path) -> Result<(), String> {
     let device = format!("/dev/loop{number}");
     // The kernel gives an open device to no other file. Between a look and the detach, it could give it away.
     let held = files::open_device(Path::new(&device)).map_err(|error| format!("open {device}: {error}"))?;
     if held.is_some() && loops_of(file)?.contains(&number) {
         losetup(&["--detach", &device])?;
+    }
+    drop(held);
+    // The kernel releases the device at its last close. Each `losetup` of another program opens it for a moment.
+    let end = Instant::now() + RELEASE_LIMIT;
+    while loops_of(file)?.contains(&number) {
+        if Instant::now() >= end {
+            return Err(format!("{device} is in use, is it mounted?"));
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
 }
@@ -342,25 +349,45 @@ fn losetup(arguments: &[&str]) -> Result<String, String> {
 mod tests {
     use super::*;
 
+    /// Makes a loop device for a new file in a folder of its own.
+    fn made(folder: &str) -> (PathBuf, u64) {
+        let folder = std::env::temp_dir().join(format!("{folder}-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let file = folder.join("disk");
+        fs::write(&file, [0; 4096]).unwrap();
+        let number = loop_device(&file, false).unwrap();
+        (file, number)
+    }
+
     #[test]
     fn a_loop_device_of_another_file_is_not_detached() {
-        let folder = std::env::temp_dir().join(format!("peerpod-loops-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let [ours, theirs] = ["ours", "theirs"].map(|name| folder.join(name));
-        for file in [&ours, &theirs] {
-            fs::write(file, [0; 4096]).unwrap();
-        }
-        let device = losetup(&["--find", "--show", theirs.to_str().unwrap()]).unwrap();
-        let loop_number = number(device.trim()).unwrap();
-        detach_loop(loop_number, &ours).unwrap();
-        assert_eq!(loops_of(&theirs), Ok(vec![loop_number]));
-        detach_loop(loop_number, &theirs).unwrap();
-        // Another program may have the device open at this moment.
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-        while loops_of(&theirs) != Ok(Vec::new()) {
-            assert!(std::time::Instant::now() < deadline, "{device} is still attached");
-        }
-        fs::remove_dir_all(folder).unwrap();
+        let (theirs, device) = made("peerpod-loops");
+        let ours = theirs.with_file_name("ours");
+        fs::write(&ours, [0; 4096]).unwrap();
+        detach_loop(device, &ours).unwrap();
+        assert_eq!(loops_of(&theirs), Ok(vec![device]));
+        detach_loop(device, &theirs).unwrap();
+        assert_eq!(loops_of(&theirs), Ok(Vec::new()));
+        fs::remove_dir_all(theirs.parent().unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_detach_waits_for_another_programs_close() {
+        let (file, device) = made("peerpod-last-close");
+        let other = fs::File::open(format!("/dev/loop{device}")).unwrap();
+        let flag = format!("/sys/block/loop{device}/loop/autoclear");
+        // The other program closes the device half a second after the detach was requested.
+        let closer = std::thread::spawn(move || {
+            while fs::read_to_string(&flag).is_ok_and(|requested| requested.trim() == "0") {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            std::thread::sleep(Duration::from_millis(500));
+            drop(other);
+        });
+        detach_loop(device, &file).unwrap();
+        assert_eq!(loops_of(&file), Ok(Vec::new()));
+        closer.join().unwrap();
+        fs::remove_dir_all(file.parent().unwrap()).unwrap();
     }
 
     #[test]
