@@ -1,6 +1,7 @@
 //! Runs the conformance suite of all providers against real OpenSSH servers.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_provider_api::conformance::{Harness, ProviderRole, SuiteLimits};
@@ -58,7 +59,7 @@ impl Harness for Bench {
     }
 
     fn limits(&self) -> SuiteLimits {
-        SuiteLimits { crowd: CROWD.into(), drops: 6, ..SuiteLimits::default() }
+        SuiteLimits { crowd: CROWD.into(), drops: 6, patience: Duration::from_secs(600) }
     }
 }
 

@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 use super::extras::until_attached;
 use super::{hold, not_here};
 use crate::conformance::trial::{said, until};
-use crate::conformance::{Checked, ListPages, ProviderRole, Trial};
+use crate::conformance::{Checked, ListPages, ProviderRole, Stop, Trial};
 use crate::{Error, InstanceId, Owned, OwnedState, Provider};
 
 pub(crate) async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
@@ -39,20 +39,28 @@ pub(crate) async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(tri
         trial.gone(&key).await?;
     }
     for after in moments {
-        let key = trial.key();
-        drop(trial.cut_create(&request, &key, after).await);
-        // As after a crash of the node: delete every listed VM. A create may still be in flight, so the list is read
-        // again until it stays empty for a while.
-        let mut last = Instant::now();
-        while last.elapsed() < trial.quiet() {
-            for one in trial.listed(&key).await? {
-                said("delete", provider.delete(&one.id).await)?;
-                last = Instant::now();
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+        drop(trial.cut_create(&request, &trial.key(), after).await);
+        delete_listed(&trial).await?;
+    }
+    // A create may still be in flight, so the list is read again until it stays empty for a while.
+    let mut last = Instant::now();
+    while last.elapsed() < trial.quiet() {
+        if delete_listed(&trial).await? {
+            last = Instant::now();
         }
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
     until(|| async { Ok(trial.machines_are(0).await.is_ok()) }).await
+}
+
+/// Deletes every listed VM of the trial, as after a crash of the node. Returns whether there was one.
+async fn delete_listed(trial: &Trial) -> Result<bool, Stop> {
+    let provider = trial.provider();
+    let listed = trial.ours(said("list_owned", provider.list_owned().await)?);
+    for one in &listed {
+        said("delete", provider.delete(&one.id).await)?;
+    }
+    Ok(!listed.is_empty())
 }
 
 /// Checks that a caller that waits for the addresses of a deleted VM gets an error.
