@@ -391,6 +391,18 @@ mod tests {
     }
 
     #[test]
+    fn a_detach_of_a_disk_in_use_fails_and_is_finished_later() {
+        let (file, device) = made("peerpod-in-use");
+        let other = fs::File::open(format!("/dev/loop{device}")).unwrap();
+        let error = detach_loop(device, &file).unwrap_err();
+        assert_eq!(error, format!("/dev/loop{device} is in use, is it mounted?"));
+        drop(other);
+        detach_loop(device, &file).unwrap();
+        assert_eq!(loops_of(&file), Ok(Vec::new()));
+        fs::remove_dir_all(file.parent().unwrap()).unwrap();
+    }
+
+    #[test]
     fn a_disks_name_follows_from_its_id() {
         assert_eq!(name_of("pvc-1.x"), "peerpod-pvc-1.x");
         let odd = name_of("/var/lib/disks/a b");
